@@ -1,0 +1,81 @@
+"""flightrec: a fault-triggered flight recorder for long PyTorch pretraining runs in low precision.
+
+Names are loaded when first used, so that reading incidents needs no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from flightrec.errors import (
+    AttachError,
+    ConfigError,
+    FlightrecError,
+    FormatError,
+    IncidentError,
+    MissingExtraError,
+    RingMemoryError,
+    WriterError,
+)
+
+if TYPE_CHECKING:
+    from flightrec.config.model import Config as Config
+    from flightrec.recorder import Recorder as Recorder
+    from flightrec.sources.quantized import Quantized as Quantized
+    from flightrec.analysis.incident import Incident as Incident
+    from flightrec.analysis.incident import open_incident as open  # noqa: A004
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "Config": ("flightrec.config.model", "Config"),
+    "Incident": ("flightrec.analysis.incident", "Incident"),
+    "Quantized": ("flightrec.sources.quantized", "Quantized"),
+    "Recorder": ("flightrec.recorder", "Recorder"),
+    "open": ("flightrec.analysis.incident", "open_incident"),
+}
+_NEED_TORCH = frozenset({"Quantized", "Recorder"})
+
+__all__ = [
+    "AttachError",
+    "Config",
+    "ConfigError",
+    "FlightrecError",
+    "FormatError",
+    "Incident",
+    "IncidentError",
+    "MissingExtraError",
+    "Quantized",
+    "Recorder",
+    "RingMemoryError",
+    "WriterError",
+    "__version__",
+    "open",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for.
+
+    Raises:
+        MissingExtraError: recording was asked for and torch is not installed.
+    """
+    if name not in _LAZY:
+        raise AttributeError(f"module 'flightrec' has no attribute {name!r}")
+    module, attribute = _LAZY[name]
+    try:
+        value = getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if name in _NEED_TORCH and error.name == "torch":
+            raise MissingExtraError(
+                f"flightrec.{name} records a training run and needs torch, which is not installed: "
+                "pip install 'torch-flightrec[train]'"
+            ) from error
+        raise
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""Raw components to numbers, in numpy."""

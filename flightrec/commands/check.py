@@ -1,0 +1,132 @@
+"""``flightrec check``: is a configuration sound, and what would it record of a model."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flightrec.config.load import load
+from flightrec.config.model import Config
+from flightrec.config.sizes import Share
+from flightrec.errors import AttachError, IncidentError, MissingExtraError
+
+if TYPE_CHECKING:
+    import torch
+
+_FACTORY_FORM = "expected package.module:factory, a function without arguments that returns a model or (model, step)"
+
+
+def check(
+    file: Annotated[Path, typer.Argument(help="A configuration in YAML.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="PACKAGE.MODULE:FACTORY",
+            help="A function that returns the model, or (model, step) where step() runs one forward and backward: "
+            "then also tell what would be recorded of it and what the ring would hold.",
+        ),
+    ] = None,
+) -> None:
+    """Check a configuration; with --model tell what it would record. The exit code is 1 if it is refused."""
+    config = _load(file)
+    typer.echo(f"{file}: fine")
+    for name, told in _facts(config):
+        typer.echo(f"  {name:<10} {told}")
+    if model is not None:
+        _check_model(config, model)
+
+
+def _load(file: Path) -> Config:
+    try:
+        with file.open("rb"):
+            pass
+    except OSError as error:
+        # Told apart from a configuration that is refused: that is a finding, this is unreadable input.
+        raise IncidentError(f"{file}: cannot be read ({error.strerror})") from None
+    return load(file)
+
+
+def _facts(config: Config) -> Iterator[tuple[str, str]]:
+    yield (
+        "ring",
+        f"{config.ring.iterations} iterations up to the fault, {config.incident.after} after; {_memory(config)}",
+    )
+    for entry in config.select:
+        turns = "" if entry.every == 1 else f", every {entry.every} iterations"
+        kept = ", ".join(sorted(entry.keep))
+        yield "select", f"{', '.join(entry.layers)}: {', '.join(entry.tensors)} (keeps {kept}{turns})"
+    for rule in config.triggers:
+        yield "rule", f"{rule.name} ({rule.kind}, {rule.severity.value})"
+    quota = config.incident.disk_quota
+    yield (
+        "incidents",
+        f"at most {config.incident.limit} a rule, {config.incident.cooldown} iterations apart, "
+        f"{'no disk quota' if quota is None else f'at most {quota} bytes'}",
+    )
+
+
+def _memory(config: Config) -> str:
+    memory = config.ring.memory
+    if memory is None:
+        return "memory chosen when attached"
+    if isinstance(memory, Share):
+        return f"memory {100 * memory.fraction:g}% of what is free when attached"
+    return f"memory {memory / 2**20:g} MiB"
+
+
+def _check_model(config: Config, target: str) -> None:
+    """Attach a recorder to the factory's model in a temporary folder, run its step if it has one, tell the result."""
+    try:
+        from flightrec.recorder import Recorder
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise MissingExtraError("--model needs torch: pip install 'torch-flightrec[train]'") from error
+    model, step = _build(target)
+    with tempfile.TemporaryDirectory() as folder, Recorder(config, directory=folder) as recorder:
+        recorder.attach(model)
+        _tell_layers(config, model)
+        if step is None:
+            typer.echo("Return (model, step) from the factory to see what the ring would hold.")
+            return
+        try:
+            step()
+        except Exception as error:
+            raise AttachError(f"--model {target}: step() failed, {type(error).__name__}: {error}") from error
+        recorder.step()
+        typer.echo(recorder.summary())
+
+
+def _tell_layers(config: Config, model: torch.nn.Module) -> None:
+    names = [name for name, _ in model.named_modules()]
+    typer.echo(f"{type(model).__name__} has {len(names)} modules, itself among them:")
+    for entry in config.select:
+        matched = [name for name in names if any(config.selects(name, tensor) is entry for tensor in entry.tensors)]
+        examples = ", ".join(name or "(the model)" for name in matched[:4]) + (", ..." if len(matched) > 4 else "")
+        typer.echo(f"  {', '.join(entry.layers)}: {len(matched)} modules{f' ({examples})' if matched else ''}")
+
+
+def _build(target: str) -> tuple[torch.nn.Module, Callable[[], Any] | None]:
+    module_name, _, name = target.partition(":")
+    if not module_name or not name:
+        raise AttachError(f"--model {target}: {_FACTORY_FORM}")
+    sys.path.insert(0, os.getcwd())  # the user's own module, as with `python -m`
+    try:
+        factory = getattr(importlib.import_module(module_name), name)
+        made = factory()
+    except Exception as error:
+        raise AttachError(f"--model {target}: {type(error).__name__}: {error}; {_FACTORY_FORM}") from error
+    model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    import torch
+
+    if not isinstance(model, torch.nn.Module) or not (step is None or callable(step)):
+        raise AttachError(f"--model {target}: gave a {type(made).__name__}; {_FACTORY_FORM}")
+    return model, step

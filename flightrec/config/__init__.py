@@ -1,0 +1,1 @@
+"""The YAML's models, loading and checking."""

@@ -1,0 +1,299 @@
+"""One device's recording: ring, rules, verdicts and flusher, wired for ``step``.
+
+The recorder's inner half: knows ticks, not the user's model. ``record`` may be called from autograd's threads; the rest
+runs on the training thread and its current CUDA stream. In steady state ``step`` launches the evaluation and a copy to
+pinned memory, reads verdicts that have arrived, and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from flightrec.config.model import Config
+from flightrec.config.sizes import Share
+from flightrec.flush.flusher import Flusher
+from flightrec.flush.history import ScalarHistory, TickInfo, TickLog
+from flightrec.flush.verdicts import VerdictQueue, VerdictView
+from flightrec.records import NO_MICROBATCH, Firing, Key, RecordLayout, Severity, Statistic
+from flightrec.ring.layout import QuantizedParts
+from flightrec.ring.memory import free_memory_bytes
+from flightrec.ring.ring import Ring
+from flightrec.rules.evaluate import Evaluator
+from flightrec.rules.limits import Limits
+from flightrec.writer.client import WriterClient
+
+logger = logging.getLogger("flightrec")
+
+LATENCY_TICKS = 2
+"""Slots for the iterations between a fault and the host's answer to it, and while held slots are copied."""
+
+MAX_FIRINGS = 1000
+"""Rows of one iteration that are told as firings; beyond that a fault is everywhere and the records tell."""
+
+
+class Engine:
+    """See the module.
+
+    Args:
+        device: where the tensors live that are recorded.
+        config: the recorder's.
+        client: the running writer.
+        first_tick: the tick of the next iteration.
+        on_failure: told once of each rule that raised and was disabled.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        config: Config,
+        client: WriterClient,
+        *,
+        first_tick: int = 0,
+        on_failure: Callable[[str, Exception], None] | None = None,
+    ) -> None:
+        self.device = device
+        self._config = config
+        self._rules = config.triggers
+        self.limits = Limits(self._rules, config.incident.limit, config.incident.cooldown)
+        self.evaluator = Evaluator(device, self._rules, on_failure=on_failure)
+        self.ring = Ring(
+            device,
+            iterations=config.ring.iterations,
+            after=config.incident.after,
+            latency=LATENCY_TICKS,
+            memory_bytes=_memory_bytes(config, device),
+            on_out_of_memory=config.ring.on_out_of_memory,
+            microbatches=config.ring.microbatches,
+            on_layout=self.evaluator.register,
+        )
+        depth = config.ring.iterations + config.incident.after + 2 * LATENCY_TICKS + 2
+        self._queue = VerdictQueue(device, depth)
+        self._log = TickLog(depth)
+        self.history = ScalarHistory(config.history.iterations)
+        self.flusher = Flusher(
+            self.ring,
+            client,
+            self.limits,
+            after=config.incident.after,
+            log=self._log,
+            history=self.history,
+            view_of=self._queue.get,
+        )
+        self._host_firings: dict[int, list[Firing]] = {}
+        self._false = torch.zeros((), dtype=torch.bool, device=device)
+        self._uploads: deque[tuple[int, torch.Tensor]] = deque()
+        self._scalar_rows: list[tuple[Key, int]] = []
+        self._num_layouts_seen = 0
+        self.ring.begin(first_tick)
+
+    def record(
+        self,
+        key: Key,
+        *,
+        high_precision: torch.Tensor | None,
+        quantized: QuantizedParts | None,
+        keep: frozenset[str],
+        valid_rows: int | torch.Tensor | None,
+    ) -> RecordLayout:
+        """Copy one tensor and its statistics into the current tick's slot; see ``Ring.record``. Any thread."""
+        return self.ring.record(
+            key, high_precision=high_precision, quantized=quantized, keep=keep, valid_rows=valid_rows
+        )
+
+    @torch.no_grad()
+    def step(self, info: TickInfo, host_firings: Sequence[Firing] = ()) -> None:
+        """End the tick of ``info``, judge it, begin the next one. Never waits for the device.
+
+        Args:
+            info: which iteration the tick was.
+            host_firings: firings of host rules (manual) in this iteration.
+
+        Raises:
+            RingMemoryError: in the first iteration, if ``ring.on_out_of_memory`` is ``error`` and it does not fit.
+        """
+        self._close_tick(info, host_firings)
+        self.ring.begin(info.tick + 1)
+        for view in self._queue.poll():
+            self._take(view)
+        self.flusher.pump()
+
+    @torch.no_grad()
+    def fault(self, info: TickInfo, host_firings: Sequence[Firing], timeout_s: float) -> bool:
+        """The training loop is being left by an exception: judge the unfinished tick, write all. Waits.
+
+        Args:
+            info: of the unfinished iteration.
+            host_firings: of the rule ``exception``, and manual ones.
+            timeout_s: give up waiting for the writer after this long.
+
+        Returns:
+            Whether all was handed to the writer in time.
+        """
+        try:
+            self._close_tick(info, host_firings)
+            views = self._queue.poll(wait=True)
+        except Exception as error:  # a dead CUDA context: what the host knows is all that there is
+            logger.error("flightrec: the device cannot be read any more (%s); writing what the host knows", error)
+            return False
+        for view in views:
+            self._take(view)
+        self.flusher.finish()
+        return self.flusher.drain(timeout_s)
+
+    def close(self, timeout_s: float) -> bool:
+        """Write what is pending and stop the writer; waits for both. Returns whether all of it was written."""
+        try:
+            for view in self._queue.poll(wait=True):
+                self._take(view)
+        except Exception as error:  # a dead CUDA context
+            logger.error("flightrec: the last verdicts cannot be read (%s)", error)
+        self.flusher.finish()
+        return self.flusher.close(timeout_s)
+
+    # -- one tick ----------------------------------------------------------------------------------------------------
+
+    def _close_tick(self, info: TickInfo, host_firings: Sequence[Firing]) -> None:
+        ring = self.ring
+        ring.join()
+        if not ring.committed:
+            ring.commit()
+            self.flusher.prepare(ring.bytes_per_iteration * (ring.iterations + self._config.incident.after + 1))
+            logger.info("flightrec: %s", ring.summary())
+        if len(ring.layouts) != self._num_layouts_seen:
+            self._see_layouts()
+        if host_firings:
+            self._host_firings[info.tick] = list(host_firings)
+        for number, allowed in enumerate(self.limits.allowed(info.tick)):
+            self.evaluator.set_may_hold(number, allowed)
+        statistics, valid = ring.gather(info.tick)
+        verdict = self.evaluator.evaluate(info.tick, statistics, valid)
+        hold_request = ~self._false if host_firings else None
+        ring.advance(info.tick, verdict.hold, self._release(), hold_request)
+        self._log.add(info)
+        self._queue.push(info.tick, verdict, ring.slots.state, statistics)
+
+    def _see_layouts(self) -> None:
+        layouts = self.ring.layouts
+        for layout in layouts[self._num_layouts_seen :]:
+            if layout.key.tensor in ("loss", "metric") and not layout.key.layer:
+                self._scalar_rows.append((layout.key, layout.row))
+        self._num_layouts_seen = len(layouts)
+        self._scalar_rows = list(dict.fromkeys(self._scalar_rows))
+        self.flusher.post_tables()
+
+    def _release(self) -> torch.Tensor | None:
+        """int64 [S] on the device: the tick whose hold ends, by slot, -1 for none; None if there is none."""
+        releases = self.flusher.take_releases()
+        if not releases:
+            return None
+        host = torch.full((self.ring.num_slots,), -1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        words = host.numpy()
+        for slot, tick in releases:
+            words[slot] = tick
+        return host.to(self.device, non_blocking=True)
+
+    # -- a verdict on the host ---------------------------------------------------------------------------------------
+
+    def _take(self, view: VerdictView) -> None:
+        info = self._log.get(view.tick)
+        if info is None:
+            return
+        firings = self._host_firings.pop(view.tick, [])
+        recorded = {self.ring.layouts[i].row for i in self.ring.index(view.tick).layout_ids}
+        self._take_scalars(info, view.statistics, recorded)
+        if view.firings:
+            firings = self._firings(view, info) + firings
+        self.flusher.on_verdict(view, firings)
+
+    def _take_scalars(self, info: TickInfo, statistics: NDArray[np.float64], recorded: set[int]) -> None:
+        whole: float | None = None
+        parts: list[float] = []
+        for key, row in self._scalar_rows:
+            if row not in recorded:
+                continue
+            value = scalar_of(statistics[row])
+            if key.tensor == "metric":
+                info.metrics[key.part] = value
+            elif key.microbatch == NO_MICROBATCH:
+                whole = value
+            else:
+                parts.append(value)
+        if whole is None and parts:
+            whole = float(np.mean(parts))
+        info.loss = whole
+        if whole is not None:
+            self.history.add("loss", info.iteration, whole)
+        for name, value in info.metrics.items():
+            self.history.add(f"metric.{name}", info.iteration, value)
+
+    def _firings(self, view: VerdictView, info: TickInfo) -> list[Firing]:
+        where = {}
+        for sequence, layout_id in enumerate(self.ring.index(view.tick).layout_ids):
+            layout = self.ring.layouts[layout_id]
+            where[layout.row] = (sequence, layout)
+        firings = []
+        for fired in view.firings[:MAX_FIRINGS]:
+            sequence, layout = where.get(fired.row, (-1, None))
+            if layout is None:
+                continue
+            rule = self._rules[fired.rule]
+            message = self.evaluator.explain(
+                fired.rule, layout.key, fired.value, fired.threshold, view.statistics[fired.row], watch=fired.watch
+            )
+            firings.append(
+                Firing(
+                    rule=rule.name,
+                    kind=rule.kind,
+                    severity=Severity.WATCH if fired.watch else rule.severity,
+                    attempt=info.attempt,
+                    iteration=info.iteration,
+                    key=layout.key,
+                    sequence=sequence,
+                    value=fired.value,
+                    threshold=fired.threshold,
+                    message=f"{message}, iteration {info.iteration}",
+                )
+            )
+        firings.sort(key=lambda f: f.key.blame_order(f.sequence, info.num_microbatches) if f.key else (0, 0, 0))
+        return firings
+
+    # -- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Windows, limits and history for a checkpoint. Synchronises."""
+        return {
+            "rules": self.evaluator.state_dict(),
+            "limits": self.limits.state_dict(),
+            "history": self.history.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave. Synchronises."""
+        self.evaluator.load_state_dict(state["rules"])
+        self.limits.load_state_dict(state["limits"])
+        self.history.load_state_dict(state["history"])
+
+
+def scalar_of(row: NDArray[np.float64]) -> float:
+    """The value (or mean) that a statistics row of a loss or metric stands for, NaN and infinities included."""
+    positive, negative = row[Statistic.POSITIVE_INF_COUNT], row[Statistic.NEGATIVE_INF_COUNT]
+    if row[Statistic.NAN_COUNT] > 0 or (positive > 0 and negative > 0):
+        return float("nan")
+    if positive > 0:
+        return float("inf")
+    if negative > 0:
+        return float("-inf")
+    numel = row[Statistic.NUMEL]
+    return float(row[Statistic.SUM] / numel) if numel > 0 else float("nan")
+
+
+def _memory_bytes(config: Config, device: torch.device) -> int | None:
+    memory = config.ring.memory
+    return memory.of(free_memory_bytes(device)) if isinstance(memory, Share) else memory

@@ -1,0 +1,1 @@
+"""From a verdict on the device to messages for the writer."""

@@ -1,0 +1,1 @@
+"""Copy and statistics of one tensor."""

@@ -1,0 +1,87 @@
+"""Code formats as integers: what makes a code NaN, infinite, zero or saturated, and which component is what.
+
+Constants only: no tensors, no state, no thread or stream of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFormat:
+    """One 4- or 8-bit element format, described by integer compares on its codes.
+
+    Attributes:
+        name: as in ``records.Component.format``.
+        magnitude_mask: selects the bits without the sign.
+        largest: magnitude bits of the largest finite value.
+        infinity: magnitude bits of an infinity, or None.
+        nan_mask: bits that tell a NaN.
+        nan_first, nan_last: a code is NaN when its masked bits lie in this range; ``nan_first`` is None without NaN.
+        zero_mask: a code is zero when its masked bits are 0; None where the format has no zero.
+        dtype: torch dtype that converts to float32 exactly, or None (packed FP4 is decoded by hand).
+        packed: two codes a byte, the first in the low nibble (bits 0 to 3).
+    """
+
+    name: str
+    magnitude_mask: int
+    largest: int
+    infinity: int | None
+    nan_mask: int
+    nan_first: int | None
+    nan_last: int
+    zero_mask: int | None
+    dtype: torch.dtype | None
+    packed: bool = False
+
+
+_FORMATS = (
+    CodeFormat("float8_e4m3fn", 0x7F, 0x7E, None, 0x7F, 0x7F, 0x7F, 0x7F, torch.float8_e4m3fn),
+    CodeFormat("float8_e5m2", 0x7F, 0x7B, 0x7C, 0x7F, 0x7D, 0x7F, 0x7F, torch.float8_e5m2),
+    CodeFormat("float8_e4m3fnuz", 0x7F, 0x7F, None, 0xFF, 0x80, 0x80, 0xFF, torch.float8_e4m3fnuz),
+    CodeFormat("float8_e5m2fnuz", 0x7F, 0x7F, None, 0xFF, 0x80, 0x80, 0xFF, torch.float8_e5m2fnuz),
+    CodeFormat("float8_e8m0fnu", 0xFF, 0xFE, None, 0xFF, 0xFF, 0xFF, None, torch.float8_e8m0fnu),
+    CodeFormat("float4_e2m1fn_x2", 0x07, 0x07, None, 0x0F, None, 0, 0x07, None, packed=True),
+)
+
+CODE_FORMATS: dict[str, CodeFormat] = {code_format.name: code_format for code_format in _FORMATS}
+"""The formats whose codes are judged by integer compares."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COPIED_AS_IS = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.complex128,
+    }
+)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` -> ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def copy_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of equal width that every copy kernel moves bit for bit."""
+    return dtype if dtype in _COPIED_AS_IS else _BITS[dtype.itemsize]
+
+
+def as_bits(x: torch.Tensor) -> torch.Tensor:
+    """``x`` viewed as ``copy_dtype(x.dtype)``, same shape and strides; lazy conjugates and negatives are resolved."""
+    if x.is_conj():
+        x = x.resolve_conj()
+    if x.is_neg():
+        x = x.resolve_neg()
+    wanted = copy_dtype(x.dtype)
+    return x if x.dtype == wanted else x.view(wanted)

@@ -1,0 +1,386 @@
+"""Copy and statistics in host memory: the same results as ``reference`` in a few vectorised passes.
+
+For CPU tensors only, where nothing has to be waited for: numpy looks at the tensors' own memory, block by block, so
+that the later passes hit the cache. A tensor that holds a NaN or an Inf, and dtypes outside the hot path, go to
+``reference``.
+Runs on the caller's thread; scratch memory is one set a thread.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from flightrec.kernels import reference
+from flightrec.kernels.formats import CODE_FORMATS, CodeFormat, as_bits
+from flightrec.kernels.plan import CapturePlan, Destination
+from flightrec.records import NUM_STATISTICS, Statistic
+
+_Array = np.ndarray[Any, Any]
+
+BLOCK = 65536
+"""Elements a block: 256 KiB of float32, so that a block and its scratch stay in the second-level cache."""
+
+_WIDTH = 8192  # elements a dot product: short enough for float32 sums and below BLAS's threading threshold
+_SMALL = 1024  # up to here sums in float64 cost nothing
+_TINY, _HUGE = 1e-12, 1e16  # outside, squares in float32 could under- or overflow: float64 then
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+_ONES = np.ones((_WIDTH, 1), np.float32)
+_UNITS = {"float8_e4m3fn": 256.0, "float8_e5m2": 1.0}  # what ``_Scratch.decode`` leaves out
+_tables: dict[str, _Array] = {}
+
+
+class _Scratch(threading.local):
+    """One thread's working memory, a block long."""
+
+    def __init__(self) -> None:
+        with torch.inference_mode(False):
+            self.floats = torch.empty(BLOCK, dtype=torch.float32)
+            self.decoded = torch.empty(BLOCK, dtype=torch.float32)
+            self.halves = torch.empty(BLOCK, dtype=torch.float16)
+        self.floats_np: _Array = self.floats.numpy()
+        self.decoded_np: _Array = self.decoded.numpy()
+        self.halves_np: _Array = self.halves.numpy().view(np.int16)
+        self.zeros = np.empty(BLOCK, np.bool_)
+        self.code_zeros = np.empty(BLOCK, np.bool_)
+        self.mask = np.empty(BLOCK, np.bool_)
+        self.codes = np.empty(BLOCK, np.uint8)
+        self.magnitudes = np.empty(BLOCK, np.uint8)
+
+    def decode(self, codes: _Array, code_format: CodeFormat) -> _Array:
+        """Codes (one a byte) as float32, without the factor ``_UNITS[format]``."""
+        count = len(codes)
+        halves, decoded = self.halves_np[:count], self.decoded_np[:count]
+        if code_format.name == "float8_e4m3fn":  # its bits are those of a float16, 2^8 times smaller
+            np.copyto(halves, codes.view(np.int8))
+            np.left_shift(halves, 7, out=halves)
+            np.bitwise_and(halves, -0x4001, out=halves)
+        elif code_format.name == "float8_e5m2":  # the upper byte of a float16
+            np.copyto(halves, codes.view(np.int8))
+            np.left_shift(halves, 8, out=halves)
+        else:
+            return np.take(_table(code_format), codes, out=decoded, mode="clip")
+        self.decoded[:count].copy_(self.halves[:count])
+        return decoded
+
+
+_scratch = _Scratch()
+
+
+@dataclass(slots=True)
+class _SlotViews:
+    """One slot of a destination."""
+
+    high_precision: torch.Tensor | None
+    parts: list[torch.Tensor | None]
+    row: _Array
+    stamp: _Array
+
+
+@dataclass(slots=True)
+class _Codes:
+    """Codes under way through the blocks, and their counts."""
+
+    flat: _Array  # uint8
+    code_format: CodeFormat
+    numel: int
+    factor: float | _Array | None = None  # decodes: one value, or one for each run of ``repeat`` codes
+    repeat: int = 1
+    multiply: bool = True
+    nan: int = 0
+    infinite: int = 0
+    zero: int = 0
+    saturated: int = 0
+    underflow: int = 0
+    squared_error: float = 0.0
+
+
+def capture(
+    plan: CapturePlan,
+    destination: Destination,
+    high_precision: torch.Tensor | None,
+    parts: Sequence[torch.Tensor],
+    slot: torch.Tensor,
+    tick: torch.Tensor,
+    valid_rows: int | torch.Tensor | None = None,
+) -> None:
+    """As ``reference.capture``, for tensors in host memory."""
+    at = int(slot.numpy()[0])
+    views = destination.cache.get(at)
+    if views is None:
+        views = destination.cache[at] = _slot_views(destination, at)
+    if high_precision is not None:
+        high_precision = _keep(views.high_precision, high_precision)
+    parts = [_keep(view, part) for view, part in zip(views.parts, parts, strict=True)]
+    views.row[:] = statistics(plan, high_precision, parts, valid_rows)
+    views.stamp[...] = tick.numpy()[0]
+
+
+def _slot_views(destination: Destination, at: int) -> _SlotViews:
+    with torch.inference_mode(False):
+        whole = destination.high_precision
+        return _SlotViews(
+            high_precision=None if whole is None else whole[at],
+            parts=[None if part is None else part[at] for part in destination.parts],
+            row=destination.statistics.numpy()[at],
+            stamp=destination.stamp.numpy()[at : at + 1],
+        )
+
+
+def _keep(view: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
+    """Copy ``source`` to its place, and give back the contiguous copy: it is what the statistics read."""
+    if view is None or not source.numel():
+        return source
+    view.copy_(as_bits(source))
+    return view if view.dtype == source.dtype else view.view(source.dtype)
+
+
+def statistics(
+    plan: CapturePlan,
+    high_precision: torch.Tensor | None,
+    parts: Sequence[torch.Tensor],
+    valid_rows: int | torch.Tensor | None = None,
+) -> list[float] | _Array:
+    """As ``reference.statistics``: ``C`` numbers."""
+    if isinstance(valid_rows, torch.Tensor):
+        valid_rows = int(valid_rows.numpy().reshape(-1)[0])
+    row = [math.nan] * NUM_STATISTICS
+    if _fast(row, plan, high_precision, parts, valid_rows):
+        return row
+    return cast("_Array", reference.statistics(plan, high_precision, parts, valid_rows).numpy())
+
+
+def _fast(
+    row: list[float],
+    plan: CapturePlan,
+    x: torch.Tensor | None,
+    parts: Sequence[torch.Tensor],
+    valid_rows: int | None,
+) -> bool:
+    """Fill ``row``; False when the reference has to."""
+    if x is not None and x.dtype not in _FLOATS:
+        return False
+    codes = None
+    if plan.codes >= 0:
+        codes = _prepare_codes(plan, x, parts, valid_rows)
+        if codes is None:
+            return False
+    if x is not None and not _blocks(row, _flat(x, valid_rows), codes if plan.pairs else None):
+        return False
+    if codes is not None:
+        if x is None or not plan.pairs:
+            _code_blocks(codes)
+        _write_codes(row, codes, pairs=plan.pairs and x is not None)
+    if plan.scales:
+        rows = x if x is not None else parts[max(plan.codes, 0)]
+        row[Statistic.SCALE_NONFINITE_COUNT] = sum(
+            _scale_nonfinite(parts[at], name, rows, valid_rows) for at, name in plan.scales
+        )
+    return True
+
+
+def _flat(x: torch.Tensor, valid_rows: int | None) -> torch.Tensor:
+    if valid_rows is not None and x.dim():
+        x = x[: max(valid_rows, 0)]
+    return x.detach().reshape(-1)
+
+
+def _prepare_codes(
+    plan: CapturePlan, x: torch.Tensor | None, parts: Sequence[torch.Tensor], valid_rows: int | None
+) -> _Codes | None:
+    """The codes as flat bytes with what decodes them; None where only the reference knows how."""
+    code_format = CODE_FORMATS.get(plan.format)
+    codes = parts[plan.codes]
+    if code_format is None or codes.dtype.itemsize != 1:
+        return None
+    if valid_rows is not None and x is not None and x.dim() and codes.dim() and codes.shape[0] != x.shape[0]:
+        return None
+    flat = _flat(codes, valid_rows).view(torch.uint8).numpy()
+    result = _Codes(flat, code_format, len(flat) * (2 if code_format.packed else 1))
+    if plan.pairs and x is not None and plan.scale >= 0:
+        result.multiply = plan.multiply_to_decode
+        values = reference.scale_values(parts[plan.scale].detach(), plan)
+        if values.numel() == 1:
+            result.factor = float(values.numpy().reshape(-1)[0])
+        else:
+            shape = (*codes.shape[:-1], codes.shape[-1] * 2) if code_format.packed else codes.shape
+            result.repeat = _run_length(values.shape, shape)
+            if result.repeat == 1:
+                expanded = reference.expand_scale(values, shape, plan.block_shape)
+                if expanded is None:
+                    return None
+                values = expanded.expand(shape)
+            result.factor = _flat(values, valid_rows).numpy()
+    return result
+
+
+def _run_length(scale_shape: torch.Size, shape: Sequence[int]) -> int:
+    """Consecutive elements that share a scale (a row, or a block within one), 1 if blocks do not pave it so."""
+    if len(scale_shape) != len(shape) or tuple(scale_shape[:-1]) != tuple(shape[:-1]) or not scale_shape[-1]:
+        return 1
+    length, rest = divmod(shape[-1], scale_shape[-1])
+    return length if not rest and length and BLOCK % length == 0 else 1
+
+
+def _blocks(row: list[float], flat: torch.Tensor, codes: _Codes | None) -> bool:
+    """Statistics of a flat high-precision tensor, and of the codes that pair with it; False on anything non-finite."""
+    count, amax, zeros, total, squares = flat.numel(), 0.0, 0, 0.0, 0.0
+    if codes is not None and codes.numel != count:
+        return False
+    direct = flat.numpy() if flat.dtype == torch.float32 else None
+    scratch = _scratch
+    for start in range(0, count, BLOCK):
+        stop = min(start + BLOCK, count)
+        if direct is not None:
+            block = direct[start:stop]
+        else:
+            scratch.floats[: stop - start].copy_(flat[start:stop])
+            block = scratch.floats_np[: stop - start]
+        peak = max(float(block.max()), -float(block.min()))
+        if not peak < math.inf:  # a NaN compares as False
+            return False
+        amax = max(amax, peak)
+        mask = np.equal(block, 0, out=scratch.zeros[: stop - start])
+        zeros += int(np.count_nonzero(mask))
+        total += _total(block, peak)
+        squares += _squares(block, peak)
+        if codes is not None and not _pair_block(codes, block, mask, peak, start, stop):
+            return False
+    row[Statistic.NUMEL] = count
+    row[Statistic.NAN_COUNT] = row[Statistic.POSITIVE_INF_COUNT] = row[Statistic.NEGATIVE_INF_COUNT] = 0
+    row[Statistic.ZERO_COUNT] = zeros
+    row[Statistic.AMAX] = abs(amax) if count else math.nan
+    row[Statistic.SUM], row[Statistic.SUM_OF_SQUARES] = total, squares
+    return True
+
+
+def _total(block: _Array, peak: float) -> float:
+    """Sum of a finite float32 block."""
+    count = len(block)
+    if count <= _SMALL or peak > _HUGE:
+        return float(block.sum(dtype=np.float64))
+    whole = count - count % _WIDTH
+    total = float(np.matmul(block[:whole].reshape(-1, 1, _WIDTH), _ONES).sum(dtype=np.float64))
+    return total + float(block[whole:].sum())
+
+
+def _squares(block: _Array, peak: float) -> float:
+    """Sum of squares of a float32 block whose magnitudes are about ``peak``."""
+    count = len(block)
+    if count <= _SMALL or not _TINY < peak < _HUGE:
+        wide = block.astype(np.float64)
+        return float(np.add.reduce(wide * wide))
+    whole, rest = count - count % _WIDTH, block[count - count % _WIDTH :]
+    rows = np.matmul(block[:whole].reshape(-1, 1, _WIDTH), block[:whole].reshape(-1, _WIDTH, 1))
+    return float(rows.sum(dtype=np.float64)) + float(np.dot(rest, rest))
+
+
+def _pair_block(codes: _Codes, block: _Array, zeros: _Array, peak: float, start: int, stop: int) -> bool:
+    """One block of codes beside its high-precision block; False on anything non-finite."""
+    bits = _block_codes(codes, start, stop)
+    code_zeros = _count_codes(codes, bits)
+    if codes.nan or codes.infinite:
+        return False
+    underflow = np.greater(code_zeros, zeros, out=code_zeros)
+    codes.underflow += int(np.count_nonzero(underflow))
+    if codes.factor is None:
+        return True
+    decoded = _scratch.decode(bits, codes.code_format)
+    unit = _UNITS.get(codes.code_format.name, 1.0)
+    target = decoded
+    if isinstance(codes.factor, float):
+        factor: _Array = np.array(codes.factor, np.float32)
+    else:
+        factor = codes.factor[start // codes.repeat : stop // codes.repeat, np.newaxis]
+        target = decoded.reshape(-1, codes.repeat)
+    with np.errstate(all="ignore"):
+        if codes.multiply:
+            np.multiply(target, factor * np.float32(unit), out=target)
+        else:
+            np.divide(target, factor * np.float32(1 / unit), out=target)
+        np.subtract(decoded, block, out=decoded)
+        squares = _squares(decoded, peak)
+    codes.squared_error += squares
+    return math.isfinite(squares)  # otherwise the reference leaves out what is not finite
+
+
+def _code_blocks(codes: _Codes) -> None:
+    for start in range(0, codes.numel, BLOCK):
+        _count_codes(codes, _block_codes(codes, start, min(start + BLOCK, codes.numel)))
+
+
+def _block_codes(codes: _Codes, start: int, stop: int) -> _Array:
+    """Codes ``[start, stop)``, one a byte."""
+    if not codes.code_format.packed:
+        return codes.flat[start:stop]
+    packed = codes.flat[start // 2 : stop // 2]
+    bits = _scratch.codes[: stop - start]
+    np.bitwise_and(packed, 0xF, out=bits[0::2])
+    np.right_shift(packed, 4, out=bits[1::2])
+    return bits
+
+
+def _count_codes(codes: _Codes, bits: _Array) -> _Array:
+    """Add a block's counts; gives back which codes are zero (scratch memory)."""
+    code_format, count = codes.code_format, len(bits)
+    mask = _scratch.mask[:count]
+    magnitudes = np.bitwise_and(bits, code_format.magnitude_mask, out=_scratch.magnitudes[:count])
+    top = int(magnitudes.max())
+
+    def matching(values: _Array, value: int) -> int:
+        return int(np.count_nonzero(np.equal(values, value, out=mask)))
+
+    if top >= code_format.largest:
+        codes.saturated += matching(magnitudes, code_format.largest)
+    if code_format.infinity is not None and top >= code_format.infinity:
+        codes.infinite += matching(magnitudes, code_format.infinity)
+    if code_format.nan_first is not None:
+        if code_format.nan_mask != code_format.magnitude_mask:
+            codes.nan += matching(bits, code_format.nan_last)
+        elif top >= code_format.nan_first:
+            codes.nan += int(np.count_nonzero(np.greater_equal(magnitudes, code_format.nan_first, out=mask)))
+    zeros = _scratch.code_zeros[:count]
+    if code_format.zero_mask is None:
+        zeros.fill(False)
+        return zeros
+    source = magnitudes if code_format.zero_mask == code_format.magnitude_mask else bits
+    np.equal(source, 0, out=zeros)
+    codes.zero += int(np.count_nonzero(zeros))
+    return zeros
+
+
+def _write_codes(row: list[float], codes: _Codes, *, pairs: bool) -> None:
+    row[Statistic.QUANTIZED_NUMEL] = codes.numel
+    row[Statistic.QUANTIZED_NAN_COUNT] = codes.nan
+    row[Statistic.QUANTIZED_INF_COUNT] = codes.infinite
+    row[Statistic.QUANTIZED_ZERO_COUNT] = codes.zero
+    row[Statistic.QUANTIZED_SATURATED_COUNT] = codes.saturated
+    if pairs:
+        row[Statistic.UNDERFLOW_COUNT] = codes.underflow
+        if codes.factor is not None:
+            row[Statistic.SQUARED_ERROR] = codes.squared_error
+
+
+def _scale_nonfinite(scale: torch.Tensor, name: str, rows_of: torch.Tensor, valid_rows: int | None) -> float:
+    if scale.numel() == 1 and scale.dtype == torch.float32:
+        return float(not math.isfinite(scale.detach().numpy().reshape(-1)[0]))
+    rows = rows_of.shape[0] if rows_of.dim() else 1
+    return float(reference.scale_nonfinite(scale.detach(), name, rows, valid_rows).numpy())
+
+
+def _table(code_format: CodeFormat) -> _Array:
+    """The 256 (packed: 16) values of a format."""
+    table = _tables.get(code_format.name)
+    if table is None:
+        if code_format.packed:
+            values = reference.decode(torch.arange(16, dtype=torch.uint8), code_format)[0::2]
+        else:
+            values = reference.decode(torch.arange(256, dtype=torch.uint8), code_format)
+        table = _tables[code_format.name] = values.numpy().copy()
+    return table

@@ -1,0 +1,32 @@
+"""The one place that chooses an implementation of capture; all of them share ``reference.capture``'s signature."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from flightrec.kernels import host, reference
+from flightrec.kernels.plan import CapturePlan, Destination
+
+
+class Capture(Protocol):
+    """Copies a record into its slot and writes its statistics row: see ``reference.capture``."""
+
+    def __call__(
+        self,
+        plan: CapturePlan,
+        destination: Destination,
+        high_precision: torch.Tensor | None,
+        parts: Sequence[torch.Tensor],
+        slot: torch.Tensor,
+        tick: torch.Tensor,
+        valid_rows: int | torch.Tensor | None = None,
+    ) -> None:
+        """Launch it; nothing is waited for."""
+
+
+def choose(device: torch.device) -> Capture:
+    """The implementation for tensors on ``device``: ``host`` on the CPU, ``reference`` elsewhere."""
+    return host.capture if device.type == "cpu" else reference.capture

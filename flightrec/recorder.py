@@ -1,0 +1,486 @@
+"""``Recorder``: the public face of the online half.
+
+The constructor and ``attach`` may refuse; afterwards nothing of ours raises into the training loop: an error is logged
+once, the failing part is disarmed, and the incident says so. Belongs to the training thread. Nothing waits for the
+device except ``state_dict``, an exception's flush and ``close``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import traceback
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from flightrec.capture import Capture
+from flightrec.config.load import load, packaged
+from flightrec.config.model import Config
+from flightrec.engine import Engine
+from flightrec.errors import AttachError, RingMemoryError
+from flightrec.flush.history import TickInfo
+from flightrec.hosthooks import ExceptionHooks
+from flightrec.identity import environment, identify
+from flightrec.records import NO_MICROBATCH, TENSORS, Firing, Phase, Severity, Stage
+from flightrec.ring.memory import free_memory_bytes
+from flightrec.sources.choose import AnySource, choose_sources
+from flightrec.sources.sink import quiet
+from flightrec.writer.client import WriterClient
+
+logger = logging.getLogger("flightrec")
+
+DRAIN_TIMEOUT_S = 120.0
+"""How long the end of a run waits for evidence to reach the disk; the writer process goes on by itself after that."""
+
+MAX_STAGING_BYTES = 16 * 2**30
+MIN_STAGING_BYTES = 64 * 2**20
+
+_STAGE_OF = {
+    "gradient": Stage.BACKWARD,
+    "dgrad": Stage.BACKWARD,
+    "wgrad": Stage.BACKWARD,
+    "loss": Stage.LOSS,
+    "parameter": Stage.AFTER_STEP,
+    "metric": Stage.AFTER_STEP,
+}
+
+
+class Recorder:
+    """Keeps the last iterations of selected tensors on the device and writes them to disk when a rule fires.
+
+    Args:
+        config: path of a YAML file, a mapping, or a ``flightrec.Config``; the packaged ``default.yaml`` if None.
+        directory: where incidents go; made with the first incident.
+        run_id: names the run; from the launcher's environment, or drawn, if None.
+        iteration: number of the first iteration, for a run that resumes.
+
+    Raises:
+        ConfigError: the configuration cannot be used; the message has file, line and key.
+        AttachError: the directory cannot be written.
+        WriterError: the writer process could not be started.
+    """
+
+    def __init__(
+        self,
+        config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
+        *,
+        directory: str | os.PathLike[str] = "incidents",
+        run_id: str | None = None,
+        iteration: int = 0,
+    ) -> None:
+        self._config = load(packaged("default.yaml") if config is None else config)
+        self._directory = Path(directory).absolute()
+        _check_writable(self._directory)
+        self._identity = identify(run_id)
+        self._attempt = self._identity.attempt
+        self._highest_iteration = iteration - 1
+        self._tick = 0
+        self._capture = Capture(self._config)
+        self._capture.iteration = iteration
+        self._sources: list[AnySource] = []
+        self._manual: list[str] = []
+        self._loaded: Mapping[str, Any] | None = None
+        self._closed = False
+        self._client = WriterClient.start(
+            self._directory,
+            self._identity.to_json(),
+            staging_bytes=self._config.incident.staging_memory or _default_staging_bytes(),
+            mode=self._config.incident.writer,
+            disk_quota_bytes=self._config.incident.disk_quota,
+        )
+        self._hooks = ExceptionHooks(self._on_exception)
+        self._hooks.install()
+        _recorders.add(self)
+        atexit.register(_close_at_exit, weakref.ref(self))
+
+    # -- attaching ---------------------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        model: torch.nn.Module,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        scaler: object | None = None,
+        scheduler: object | None = None,
+    ) -> None:
+        """Watch a model; chooses the sources that its modules call for.
+
+        Args:
+            model: any module; its qualified module names are the layers.
+            optimizer: accepted for the sake of one call in all versions; recording does not need it.
+            scaler: likewise.
+            scheduler: likewise.
+
+        Raises:
+            AttachError: attached before or closed, no parameters on one real device, or nothing of it is selected.
+        """
+        del optimizer, scaler, scheduler
+        if self._sources or self._closed:
+            raise AttachError(
+                "attach: this Recorder is closed or watches a model already; expected one model. "
+                "Make one module that holds all models, or a Recorder for each."
+            )
+        sources = choose_sources(model, self._capture)
+        device = _device_of(model)
+        engine = self._capture.engine
+        if engine is not None and engine.device != device:
+            raise AttachError(f"attach: the model is on {device}, but tensors were recorded on {engine.device} before")
+        if not sources:
+            names = [name for name, _ in model.named_modules() if name][:5]
+            raise AttachError(
+                f"attach: no entry of select matches any tensor of {type(model).__name__}. Its layers are, for "
+                f"example, {', '.join(names) or 'the model itself, whose name is empty'}; patterns match whole names."
+            )
+        self._make_engine(device)
+        for source in sources:
+            source.attach()
+        self._sources = sources
+        logger.info(
+            "flightrec: recording %s on %s, %d iterations, everything that is selected in every iteration; incidents "
+            "go to %s",
+            " and ".join(source.describe() for source in sources),
+            device,
+            self._config.ring.iterations,
+            self._directory,
+        )
+
+    # -- the training loop -------------------------------------------------------------------------------------------
+
+    def microbatch(self, index: int, data: Mapping[str, Any] | None = None) -> _Microbatch:
+        """Context of one microbatch, for loops that accumulate gradients.
+
+        Without it, each training forward of the attached model counts as one.
+
+        Args:
+            index: 0, 1, ... within the iteration.
+            data: tensors (or lists of numbers) of any dtype to keep with it, such as ``{"sample_ids": ids}``.
+        """
+        return _Microbatch(self._capture, index, data)
+
+    def loss(self, loss: torch.Tensor | float) -> None:
+        """Record the current microbatch's loss, before anything filters it. No synchronisation.
+
+        Args:
+            loss: any shape, usually 0-dim; stays the caller's.
+        """
+        if self._have_engine(loss):
+            self._capture.keep_scalar("loss", "", loss, max(self._capture.microbatch_index, 0), Stage.LOSS)
+
+    def record(
+        self,
+        layer: str,
+        tensor: str,
+        *,
+        part: str = "",
+        high_precision: torch.Tensor | None = None,
+        quantized: object | None = None,
+        columnwise: object | None = None,
+        valid_rows: int | torch.Tensor | None = None,
+    ) -> None:
+        """Record a tensor of one's own, if ``select`` names it. No synchronisation.
+
+        Args:
+            layer: any name.
+            tensor: one of ``flightrec.records.TENSORS``.
+            part: tells several apart.
+            high_precision: any strides; copied during the call.
+            quantized: any known quantized class, or ``flightrec.Quantized``.
+            columnwise: the same values quantized for the other direction of the product.
+            valid_rows: rows of dimension 0 that count; the rest is padding. Overrules ``valid_rows()``.
+        """
+        capture = self._capture
+        if not self._have_engine(high_precision, quantized, columnwise):
+            return
+        with capture.guard(f"record({layer!r}, {tensor!r})"), quiet():
+            if tensor not in TENSORS:
+                capture.blind(layer, tensor, f"expected one of {', '.join(TENSORS)} as the tensor's name")
+            elif capture.selects(layer, tensor, Phase.TRAIN) is not None:
+                capture.keep(
+                    layer,
+                    tensor,
+                    high_precision,
+                    part=part,
+                    microbatch=max(capture.microbatch_index, 0),
+                    stage=_STAGE_OF.get(tensor, Stage.FORWARD),
+                    quantized=quantized,
+                    columnwise=columnwise,
+                    valid_rows=valid_rows,
+                )
+
+    def valid_rows(self, layer: str, num_rows: int | torch.Tensor) -> None:
+        """Say how many rows of dimension 0 of this layer's tensors count, until the end of the iteration.
+
+        Args:
+            layer: qualified name.
+            num_rows: a number, or a 0-dim integer tensor on the model's device (no synchronisation).
+        """
+        self._capture.valid_rows[layer] = num_rows
+
+    def trigger(self, reason: str) -> None:
+        """Write an incident for the current iteration, once ``step`` ends it."""
+        self._manual.append(reason)
+
+    def step(
+        self,
+        *,
+        loss: torch.Tensor | float | None = None,
+        metrics: Mapping[str, torch.Tensor | float] | None = None,
+    ) -> None:
+        """End the iteration: judge it, on the device, and begin the next one. Call it after ``optimizer.step()``.
+
+        Args:
+            loss: the iteration's loss; without it the mean of the microbatches' losses counts.
+            metrics: named values, such as ``{"grad_norm": norm}``; tensors stay on the device.
+
+        Raises:
+            RingMemoryError: in the first iteration only, if ``ring.on_out_of_memory`` is ``error``.
+        """
+        if self._capture.off:
+            return
+        try:
+            self._step(loss, metrics or {})
+        except RingMemoryError:
+            self._switch_off("the selection does not fit into ring.memory")
+            raise
+        except Exception as error:
+            self._capture.disarm("the recorder", error)
+            self._switch_off("step() failed")
+
+    @property
+    def iteration(self) -> int:
+        """Number of the current iteration. Setting it to one that was recorded before begins a new attempt."""
+        return self._capture.iteration
+
+    @iteration.setter
+    def iteration(self, value: int) -> None:
+        if value <= self._highest_iteration:
+            self._attempt += 1
+            self._highest_iteration = value - 1
+        self._capture.iteration = value
+
+    @property
+    def attempt(self) -> int:
+        """Restarts and rewinds so far."""
+        return self._attempt
+
+    @property
+    def run_id(self) -> str:
+        """The run's name, as it stands in every incident."""
+        return self._identity.run_id
+
+    def summary(self) -> str:
+        """What the ring holds, as text; empty before the first ``step``."""
+        engine = self._capture.engine
+        return engine.ring.summary() if engine is not None and engine.ring.committed else ""
+
+    # -- state and end -----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Rules' windows, limits, history and position, for a checkpoint. Synchronises."""
+        state: dict[str, Any] = {"version": 1, "iteration": self.iteration, "attempt": self._attempt}
+        with self._capture.guard("state_dict"):
+            if self._capture.engine is not None and not self._capture.off:
+                state["engine"] = self._capture.engine.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken, as a new attempt. Call it before or after ``attach``. Synchronises."""
+        with self._capture.guard("load_state_dict"):
+            self._attempt = int(state["attempt"]) + 1
+            self._capture.iteration = int(state["iteration"])
+            self._highest_iteration = self._capture.iteration - 1
+            self._loaded = state.get("engine")
+            if self._capture.engine is not None and self._loaded is not None:
+                self._capture.engine.load_state_dict(self._loaded)
+
+    def close(self) -> None:
+        """Write what is pending, stop the writer, remove every hook. Idempotent; waits for the writer."""
+        if self._closed:
+            return
+        self._closed = True
+        self._switch_off("close() was called")
+        self._hooks.remove()
+        with self._capture.guard("close"):
+            closing = self._client if self._capture.engine is None else self._capture.engine
+            if not closing.close(DRAIN_TIMEOUT_S):
+                logger.error("flightrec: the writer did not finish in %.0f s; it goes on by itself", DRAIN_TIMEOUT_S)
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._on_exception(error)
+        self.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _step(self, loss: torch.Tensor | float | None, metrics: Mapping[str, torch.Tensor | float]) -> None:
+        capture = self._capture
+        for source in self._sources:
+            with capture.guard(f"the end of the iteration of {type(source).__name__}"):
+                source.after_step()
+        if loss is not None and self._have_engine(loss):
+            capture.keep_scalar("loss", "", loss, NO_MICROBATCH, Stage.LOSS)
+        for name, value in metrics.items():
+            if self._have_engine(value):
+                capture.keep_scalar("metric", str(name), value, NO_MICROBATCH, Stage.AFTER_STEP)
+        if capture.engine is not None:
+            capture.engine.step(self._info(), self._manual_firings())
+        self._tick += 1
+        self._highest_iteration = max(self._highest_iteration, capture.iteration)
+        capture.end_iteration(capture.iteration + 1)
+
+    def _info(self, *, partial: bool = False) -> TickInfo:
+        return TickInfo(self._tick, self._attempt, self.iteration, max(self._capture.num_microbatches, 1), partial)
+
+    def _manual_firings(self) -> list[Firing]:
+        reasons, self._manual = self._manual, []
+        return [self._host_firing("manual", f"triggered by hand: {reason}") for reason in reasons]
+
+    def _host_firing(self, kind: str, message: str) -> Firing:
+        rule = next(rule for rule in self._config.triggers if rule.kind == kind)
+        return Firing(
+            rule=rule.name,
+            kind=kind,
+            severity=Severity(rule.severity),
+            attempt=self._attempt,
+            iteration=self.iteration,
+            key=None,
+            sequence=-1,
+            value=float("nan"),
+            threshold=float("nan"),
+            message=f"{message}, iteration {self.iteration}",
+        )
+
+    def _on_exception(self, error: BaseException) -> None:
+        """Flush what the ring holds for an exception that leaves the loop; once."""
+        engine = self._capture.engine
+        if self._capture.off or engine is None or not isinstance(error, Exception):
+            return  # KeyboardInterrupt, SystemExit: a normal end
+        if all(rule.kind != "exception" for rule in self._config.triggers):
+            return
+        with self._capture.guard("the flush after an exception"):
+            stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+            facts = {**environment(engine.device), "exception": type(error).__qualname__, "stack": stack}
+            engine.flusher.send_config(self._config.text, facts)
+            lines = str(error).strip().splitlines()
+            told = f"training raised {type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
+            firings = [*self._manual_firings(), self._host_firing("exception", told)]
+            if not engine.fault(self._info(partial=True), firings, DRAIN_TIMEOUT_S):
+                logger.error("flightrec: not all evidence could be written for %s", type(error).__name__)
+            self._tick += 1
+        self._switch_off("training raised")
+
+    def _have_engine(self, *values: object) -> bool:
+        """Whether tensors can be taken; in a run without ``attach`` the first one tells the device."""
+        if self._capture.off:
+            return False
+        if self._capture.engine is not None:
+            return True
+        with self._capture.guard("start"):
+            for value in values:
+                tensor = value if isinstance(value, torch.Tensor) else getattr(value, "data", None)
+                if isinstance(tensor, torch.Tensor):
+                    self._make_engine(tensor.device)
+                    return True
+        return False
+
+    def _make_engine(self, device: torch.device) -> None:
+        if self._capture.engine is not None:
+            return
+        engine = Engine(device, self._config, self._client, first_tick=self._tick, on_failure=self._rule_failed)
+        engine.flusher.send_config(self._config.text, environment(device))
+        if self._loaded is not None:
+            engine.load_state_dict(self._loaded)
+        self._capture.set_engine(engine)
+
+    def _rule_failed(self, name: str, error: Exception) -> None:
+        self._capture.disarm(f"rule {name}", error)
+
+    def _switch_off(self, why: str) -> None:
+        if self._capture.off:
+            return
+        self._capture.off = True
+        for source in self._sources:
+            with self._capture.guard("detach"):
+                source.detach()
+        logger.info("flightrec: recording has ended: %s", why)
+
+    def _forget_in_child(self) -> None:
+        """After ``os.fork``: the child (a data loader's worker) records nothing and closes nothing."""
+        self._capture.off = True
+        self._closed = True
+
+
+class _Microbatch:
+    """What ``Recorder.microbatch`` returns."""
+
+    def __init__(self, capture: Capture, index: int, data: Mapping[str, Any] | None) -> None:
+        self._capture = capture
+        self._index = index
+        self._data = data
+
+    def __enter__(self) -> None:
+        self._capture.begin_microbatch(self._index)
+        for name, value in (self._data or {}).items():
+            with self._capture.guard(f"microbatch data {name!r}"):
+                tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+                self._capture.keep_scalar("metric", f"data.{name}", tensor, self._index, Stage.START)
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for recorder in list(_recorders):
+        recorder._forget_in_child()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _close_at_exit(reference: weakref.ref[Recorder]) -> None:
+    recorder = reference()
+    if recorder is not None:
+        recorder.close()
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    devices = {parameter.device for parameter in model.parameters()} | {buffer.device for buffer in model.buffers()}
+    devices.discard(torch.device("meta"))
+    if not devices:
+        raise AttachError(
+            f"attach: {type(model).__name__} has no parameters on a real device; attach after it was made there"
+        )
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise AttachError(f"attach: {type(model).__name__} lies on {names}; one Recorder serves one device")
+    return devices.pop()
+
+
+def _check_writable(directory: Path) -> None:
+    place = directory
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise AttachError(f"directory={str(directory)!r}: {place} is not a directory")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise AttachError(f"directory={str(directory)!r}: {place} is not writable for this user")
+
+
+def _default_staging_bytes() -> int:
+    """An eighth of the host's free memory; pages that no incident touches take none."""
+    free = free_memory_bytes(torch.device("cpu")) // 8
+    return max(MIN_STAGING_BYTES, min(MAX_STAGING_BYTES, free)) // 4096 * 4096

@@ -1,0 +1,154 @@
+"""What ``flightrec inspect --json`` prints: the incident's story as plain JSON data. Facts only, no payload is read.
+
+The form is a contract (``docs/inspect.md``): fields are only added while ``version`` stays. Numbers that JSON does not
+have are the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is unknown or absent is null. Owns no state.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from flightrec.analysis.blame import Finding, blame
+from flightrec.records import Firing, Key
+from flightrec.reports.way import around, steps
+from flightrec.storage.rank import Rank
+from flightrec.storage.read import Incident, open_incident
+
+DOCUMENT = "flightrec-inspect"
+VERSION = 1
+
+Document = dict[str, Any]
+
+
+def summarize_path(path: Path) -> Document:
+    """Open an incident and summarize it; see ``summarize``.
+
+    Raises:
+        IncidentError: it cannot be read.
+    """
+    with open_incident(path) as incident:
+        return summarize(incident)
+
+
+def summarize(incident: Incident) -> Document:
+    """Tell an incident: what fired, where it began, the fault's way, the statistics around it.
+
+    Args:
+        incident: an open incident; its tables are read, its tensors are not.
+
+    Returns:
+        JSON data, see ``docs/inspect.md``.
+
+    Raises:
+        IncidentError: a table is damaged.
+    """
+    findings = blame(incident)
+    return {
+        "document": DOCUMENT,
+        "version": VERSION,
+        "incident": _identity(incident),
+        "trigger": _firing(incident.trigger),
+        "firings": [_firing(firing) for firing in incident.firings],
+        "ranks": [_rank(rank) for rank in incident.ranks],
+        "iterations": [_plain(asdict(entry)) for entry in incident.iterations],
+        "blame": [_finding(finding) for finding in findings],
+        "way": [_plain(step) for step in steps(incident, findings)],
+        "around": [_plain(row) for row in around(incident, findings)],
+        "history": {
+            name: {"iterations": _plain(its.tolist()), "values": _plain(values.tolist())}
+            for name, (its, values) in incident.history.items()
+            if values.ndim == 1
+        },
+        "blind": [_plain(entry._asdict()) for entry in incident.blind],
+    }
+
+
+def _identity(incident: Incident) -> Document:
+    created = datetime.datetime.fromtimestamp(incident.created_ns / 1e9, tz=datetime.timezone.utc)
+    return {
+        "id": incident.incident_id,
+        "path": str(incident.path),
+        "run_id": incident.run_id,
+        "attempt": incident.attempt,
+        "world_size": incident.world_size,
+        "host": incident.host,
+        "created": created.isoformat(timespec="seconds"),
+        "ended": incident.ended,
+        "versions": dict(incident.versions),
+    }
+
+
+def _rank(rank: Rank) -> Document:
+    return {
+        "rank": rank.rank,
+        "facts": rank.facts_path.name,
+        "tensors": rank.tensors_path.name if rank.tensors_path else None,
+        "tensors_problem": rank.tensors_problem,
+        "num_records": len(rank.records),
+        "bytes": int(rank.records["bytes"].sum()) if len(rank.records) else 0,
+        "problems": rank.problems,
+    }
+
+
+def _firing(firing: Firing) -> Document:
+    return {
+        "rule": firing.rule,
+        "kind": firing.kind,
+        "severity": firing.severity.value,
+        "attempt": firing.attempt,
+        "iteration": firing.iteration,
+        "key": None if firing.key is None else _key(firing.key),
+        "value": _plain(firing.value),
+        "threshold": _plain(firing.threshold),
+        "message": firing.message,
+    }
+
+
+def _finding(finding: Finding) -> Document:
+    return {
+        "position": finding.position,
+        "tied_with": [{"rank": rank, "microbatch": microbatch} for rank, microbatch in finding.tied_with],
+        "kind": finding.kind,
+        "rule": finding.rule or None,
+        "severity": None if finding.severity is None else finding.severity.value,
+        "side": finding.side or None,
+        "rank": finding.rank,
+        "attempt": finding.attempt,
+        "iteration": finding.iteration,
+        "key": None if finding.key is None else _key(finding.key),
+        "sequence": finding.sequence,
+        "evidence": finding.evidence,
+        "numbers": _plain(finding.numbers),
+    }
+
+
+def _key(key: Key) -> Document:
+    return {
+        "layer": key.layer,
+        "tensor": key.tensor,
+        "part": key.part,
+        "microbatch": key.microbatch,
+        "phase": key.phase.value,
+        "call": key.call,
+        "stage": key.stage.value,
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Replace the numbers that JSON lacks and everything that is not JSON."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Key):
+        return _key(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Iterable):
+        return [_plain(entry) for entry in value]
+    return str(value)

@@ -1,0 +1,1 @@
+"""The ring buffer on the device: segments, slots, tickets."""

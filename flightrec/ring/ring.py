@@ -1,0 +1,378 @@
+"""The ring: the last iterations of the selected tensors and their statistics, in memory of the training device.
+
+``record`` is called from hooks, on the main thread and on autograd's, under one lock for the bookkeeping; it launches
+on the caller's current stream. ``begin``, ``join``, ``commit``, ``gather``, ``advance`` are ``step``'s, on its thread
+and stream. On CUDA nothing here waits for the device, and what is on the device is never read on the host.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from flightrec.errors import RingMemoryError
+from flightrec.kernels import ops
+from flightrec.records import NO_MICROBATCH, Key, QuantizerInfo, RecordLayout
+from flightrec.ring.layout import QuantizedParts, Segments
+from flightrec.ring.memory import Contributor, Decision, decide, default_memory_bytes, format_bytes, format_table
+from flightrec.ring.registry import Registry
+from flightrec.ring.slots import TABLE_SIZE, SlotTable
+from flightrec.ring.statistics import StatisticsMatrix
+from flightrec.ring.streams import Streams
+
+POLICIES = ("fewer_microbatches", "fewer_iterations", "statistics_only", "error")
+MICROBATCHES = ("all", "first", "last", "rotate")
+KEEP_BYTES = frozenset({"high_precision", "quantized"})
+_SUMMARY_ROWS = 10
+
+
+@dataclass(slots=True)
+class IterationIndex:
+    """What was recorded in one tick: ids of ``Ring.layouts``, a record's position is its sequence number."""
+
+    tick: int
+    layout_ids: list[int] = field(default_factory=list)
+
+
+class Ring:
+    """Slots for whole iterations, filled by ``record``.
+
+    Until ``commit``, which ends the first iteration, there is one slot beside scrap, because what an iteration holds is
+    not known yet. Afterwards nothing moves; new keys and larger shapes get places of their own.
+
+    Attributes:
+        layouts: every layout by its id; grows at first sights only.
+        quantizers: metadata by ``RecordLayout.quantizer``.
+        slots: the device's slot table; ``slots.state`` goes to the host with the verdict, ``slots.decode`` reads it.
+            ``commit`` replaces it.
+        iterations: N, the complete iterations up to a fault that are really held.
+        committed: whether ``commit`` was called.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str,
+        *,
+        iterations: int,
+        after: int = 1,
+        latency: int = 2,
+        memory_bytes: int | None = None,
+        on_out_of_memory: str = "statistics_only",
+        microbatches: str = "all",
+        on_layout: Callable[[RecordLayout], None] | None = None,
+    ) -> None:
+        """Nothing is allocated yet.
+
+        Args:
+            device: where the recorded tensors live.
+            iterations: complete iterations to hold up to and including a fault, at least 1.
+            after: iterations to hold beyond it.
+            latency: slots that go on recording while others are held.
+            memory_bytes: for the recorded bytes (statistics come on top); None for 5% of what is free now.
+            on_out_of_memory: one of ``POLICIES``.
+            microbatches: whose bytes are kept, one of ``MICROBATCHES``.
+            on_layout: told every new layout, under the ring's lock.
+        """
+        assert iterations >= 1
+        assert after >= 0
+        assert latency >= 1
+        assert on_out_of_memory in POLICIES
+        assert microbatches in MICROBATCHES
+        self.device = _with_index(torch.device(device))
+        self.iterations, self.committed = iterations, False
+        self._after, self._latency = after, latency
+        self._policy, self._microbatches = on_out_of_memory, microbatches
+        self._asked = (iterations, microbatches)
+        memory_bytes = default_memory_bytes(self.device) if memory_bytes is None else memory_bytes
+        self._registry = Registry(
+            self.device, Segments(self.device, 1, memory_bytes), StatisticsMatrix(self.device, 2), on_layout
+        )
+        self.slots = SlotTable(self.device, 1, iterations=iterations, after=after, first_tick=0)
+        self._num_microbatches: int | None = None  # known once committed
+        self._capture = ops.choose(self.device)
+        self._streams = Streams(self.device)
+        self._lock = threading.RLock()
+        self._tick = -1
+        self._indexes: dict[int, IterationIndex] = {}
+        self._layout_ids: list[int] = []
+
+    # -- every iteration
+
+    def begin(self, tick: int) -> None:
+        """Records from here on belong to ``tick``, one more than the last; ``advance`` has chosen its slot."""
+        with self._lock, torch.no_grad():
+            if not self._indexes:
+                self._new_slot_table(1, tick)
+            elif not self.committed:
+                self.commit()
+            self._tick = tick
+            index = self._indexes[tick] = IterationIndex(tick)
+            self._layout_ids = index.layout_ids
+            for old in [known for known in self._indexes if known <= tick - self._remembered_ticks]:
+                del self._indexes[old]
+
+    def record(
+        self,
+        key: Key,
+        *,
+        high_precision: torch.Tensor | None = None,
+        quantized: QuantizedParts | None = None,
+        keep: frozenset[str] = KEEP_BYTES,
+        valid_rows: int | torch.Tensor | None = None,
+    ) -> RecordLayout:
+        """Copy a tensor into the current tick's slot and write its statistics, launched on the current stream.
+
+        Any shape, dtype and strides on the ring's device; the copy is deep, contiguous and in logical order. What
+        cannot be copied (another device, no memory) gets a layout that says why. Does not synchronise.
+
+        Args:
+            key: constant from iteration to iteration. Recorded again in the same tick, it gets the next free ``call``.
+            high_precision: the tensor before quantization, or None.
+            quantized: its quantized form, or None.
+            keep: ``high_precision``, ``quantized``: which bytes to keep; statistics always are.
+            valid_rows: only rows ``[0, n)`` of dimension 0 count in the statistics; an int or a one-element tensor.
+
+        Returns:
+            the record's layout.
+        """
+        parts = () if quantized is None else tuple(quantized.components.values())
+        with self._lock, torch.no_grad():
+            assert self._tick >= 0, "begin() comes first"
+            entry = self._registry.claim(key, self._tick)
+            placed = self._registry.find(entry, high_precision, quantized, keep, self._left_out(key))
+            self._layout_ids.append(placed.layout.layout_id)
+            slot, tick = self.slots.table_entry(self._tick), self.slots.tick_entry(self._tick)
+            self._streams.enter()
+        if placed.destination is not None:
+            if isinstance(valid_rows, torch.Tensor) and valid_rows.device != self.device:
+                valid_rows = int(valid_rows.numpy().reshape(-1)[0]) if valid_rows.device.type == "cpu" else None
+            with torch.no_grad():
+                self._capture(placed.plan, placed.destination, high_precision, parts, slot, tick, valid_rows)
+        return placed.layout
+
+    def join(self) -> None:
+        """The current stream waits for every stream that recorded in this tick; the host does not wait."""
+        with self._lock:
+            self._streams.join()
+
+    def gather(self, tick: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """One tick's statistics, fresh tensors on the device: float64 ``[R, C]``, and bool ``[R]`` which rows count.
+
+        ``R`` is the number of rows rounded up to whole blocks. Does not synchronise.
+        """
+        with torch.no_grad():
+            statistics = self._registry.statistics
+            return statistics.gather(self.slots.table_entry(tick), self.slots.tick_entry(tick))
+
+    def advance(
+        self,
+        tick: int,
+        fired: torch.Tensor | None = None,
+        release: torch.Tensor | None = None,
+        hold_request: torch.Tensor | None = None,
+    ) -> None:
+        """Close ``tick``: release slots, hold the evidence, choose the slot of ``tick + 1``. Does not synchronise.
+
+        Args:
+            tick: the tick that was recorded last.
+            fired: bool scalar on the device: hold the last N ticks and the ``after`` to come; None for no.
+            release: int64 ``[num_slots]`` on the device: by slot the tick that was staged, -1 for none; a slot that
+                holds another tick by now stays held. None for none. Applied first.
+            hold_request: bool scalar on the device, as ``fired``.
+        """
+        with self._lock, torch.no_grad():
+            assert self.committed, "commit() comes before the first advance()"
+            self.slots.advance(tick, fired, release, hold_request)
+            self._streams.stepped()
+
+    def slot_view(self, tick: int) -> torch.Tensor:
+        """int64 ``[1]`` on the device, a view: the slot of one of the last 64 ticks, ``num_slots`` for scrap."""
+        return self.slots.table_entry(tick)
+
+    def index(self, tick: int) -> IterationIndex:
+        """What was recorded in a recent tick (64 at least).
+
+        Raises:
+            KeyError: the tick is too old, or was never begun.
+        """
+        return self._indexes[tick]
+
+    def read_slot(self, slot: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """(segment number, uint8 ``[area_bytes]``, a view of device memory) of each segment."""
+        for segment in self._registry.segments.items:
+            yield segment.index, segment.buffer[slot]
+
+    # -- the end of the first iteration
+
+    def commit(self) -> None:
+        """Fix slots and places, now that an iteration has shown what it holds; called once, before ``gather``.
+
+        Whatever does not fit is left out as ``on_out_of_memory`` says. Layouts that change get new ids, in ``layouts``
+        and in the first tick's index. Allocates; the host does not wait for the device.
+
+        Raises:
+            RingMemoryError: it does not fit and ``on_out_of_memory`` is ``error``.
+        """
+        with self._lock, torch.inference_mode(False), torch.no_grad():
+            if self.committed:
+                return
+            self._streams.join()
+            keys = self._registry.entries
+            self._num_microbatches = 1 + max((key.microbatch for key in keys), default=0)
+            budget_bytes = self._registry.segments.memory_bytes
+            while not self._try_commit(budget_bytes):
+                budget_bytes //= 2
+            self.committed = True
+
+    def _try_commit(self, budget_bytes: int) -> bool:
+        """One attempt; False when the device refused the memory."""
+        asked, microbatches = self._asked
+        decision = decide(
+            self._bytes_by_group,
+            budget_bytes=budget_bytes,
+            policy=self._policy,
+            iterations=asked,
+            more_slots=self._after + self._latency + 1,
+            microbatches=microbatches,
+        )
+        if decision is None:
+            raise RingMemoryError(self._does_not_fit(budget_bytes))
+        num_slots = decision.iterations + self._after + self._latency
+        registry, first_tick = self._registry, max(self._tick, 0)
+        left_out = self._choose_left_out(decision)
+        try:
+            registry.statistics.resize(num_slots + 1)
+            if left_out or decision.microbatches == "rotate":
+                segments = Segments(self.device, num_slots, registry.segments.memory_bytes)
+                registry.shares_places = decision.microbatches == "rotate"
+                changed = registry.replace(segments, left_out)
+                self._layout_ids[:] = [changed.get(number, number) for number in self._layout_ids]
+            else:
+                registry.resize(num_slots)
+        except (RuntimeError, MemoryError) as error:
+            if budget_bytes == 0:
+                raise
+            if self._policy == "error":
+                raise RingMemoryError(self._does_not_fit(budget_bytes)) from error
+            return False
+        self.iterations, self._microbatches = decision.iterations, decision.microbatches
+        self._new_slot_table(num_slots, first_tick)
+        return True
+
+    def _choose_left_out(self, decision: Decision) -> Mapping[Key, str]:
+        """Keys whose bytes the first tick loses, and why."""
+        reason = f"ring.memory of {format_bytes(self._registry.segments.memory_bytes)} does not hold it"
+        entries = [entry for entry in self._registry.entries.values() if entry.places]
+        self._registry.dropped = {entry.group: reason for entry in entries if entry.group in decision.dropped}
+        left_out = {}
+        for entry in entries:
+            why = self._left_out_by(decision.microbatches, entry.key) or self._registry.dropped.get(entry.group, "")
+            if why:
+                left_out[entry.key] = why
+        return left_out
+
+    def _bytes_by_group(self, microbatches: str) -> Mapping[Hashable, int]:
+        sizes: dict[Hashable, int] = {}
+        for entry in self._registry.entries.values():
+            if entry.places and not self._left_out_by(microbatches, entry.key):
+                sizes[entry.group] = sizes.get(entry.group, 0) + entry.places[-1].capacity_bytes
+        return sizes
+
+    def _new_slot_table(self, num_slots: int, first_tick: int) -> None:
+        self.slots = SlotTable(
+            self.device, num_slots, iterations=self.iterations, after=self._after, first_tick=first_tick
+        )
+
+    def _left_out(self, key: Key) -> str:
+        return "" if self._microbatches == "all" else self._left_out_by(self._microbatches, key)
+
+    def _left_out_by(self, microbatches: str, key: Key) -> str:
+        """Why a setting of ``microbatches`` keeps no bytes of this key in the current tick, or empty."""
+        if microbatches == "all" or key.microbatch == NO_MICROBATCH:
+            return ""
+        count = self._num_microbatches
+        if microbatches == "first":
+            kept = key.microbatch == 0
+        elif count is None:
+            kept = True  # which is the last, and how many take turns, shows at the end of the first iteration
+        else:
+            kept = key.microbatch == (count - 1 if microbatches == "last" else self._tick % count)
+        return "" if kept else f"ring.microbatches is '{microbatches}'"
+
+    # -- facts about itself
+
+    @property
+    def layouts(self) -> list[RecordLayout]:
+        """All layouts by id."""
+        return self._registry.layouts
+
+    @property
+    def quantizers(self) -> list[QuantizerInfo]:
+        """All quantizers by id."""
+        return self._registry.quantizers
+
+    @property
+    def num_slots(self) -> int:
+        """Slots without scrap; 1 before ``commit``."""
+        return self.slots.num_slots
+
+    @property
+    def bytes_per_iteration(self) -> int:
+        """Bytes of a slot's areas that are given to keys."""
+        return self._registry.segments.used_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of segments and statistics."""
+        return self._registry.segments.num_bytes + self._registry.statistics.num_bytes
+
+    @property
+    def _remembered_ticks(self) -> int:
+        return max(TABLE_SIZE, self.slots.num_slots + self._latency + 4)
+
+    def quantizer_id(self, info: QuantizerInfo) -> int:
+        """Dense number of a quantizer's metadata, equal for equal metadata."""
+        with self._lock:
+            return self._registry.quantizer_id(info)
+
+    def contributors(self) -> list[Contributor]:
+        """Bytes an iteration by (layer, tensor, part), the largest first, kept or not."""
+        with self._lock:
+            return self._registry.contributors()
+
+    def summary(self) -> str:
+        """The start-up table as plain text: what the ring holds, and the largest contributors."""
+        asked, microbatches = self._asked
+        segments, statistics = self._registry.segments, self._registry.statistics
+        first = (
+            f"ring on {self.device}: {self.num_slots} slots ({self.iterations} iterations, {self._after} after a "
+            f"fault, {self._latency} to go on) and scrap, {format_bytes(self.bytes_per_iteration)} each: "
+            f"{format_bytes(segments.num_bytes)} of {format_bytes(segments.memory_bytes)}; "
+            f"statistics of {statistics.num_rows} tensors: {format_bytes(statistics.num_bytes)}"
+        )
+        lines = [first]
+        if self.iterations < asked:
+            lines.append(f"{self.iterations} instead of {asked} iterations, because ring.memory does not hold more")
+        if self._microbatches != microbatches:
+            lines.append(f"microbatches: {self._microbatches}, because ring.memory does not hold all")
+        if self._registry.dropped:
+            lines.append(f"{len(self._registry.dropped)} tensors are kept as statistics only, the largest first")
+        return "\n".join(lines + format_table(self.contributors(), _SUMMARY_ROWS))
+
+    def _does_not_fit(self, budget_bytes: int) -> str:
+        slots = self._asked[0] + self._after + self._latency + 1
+        wanted = sum(self._bytes_by_group(self._asked[1]).values())
+        table = "\n".join(format_table(self.contributors(), _SUMMARY_ROWS))
+        return (
+            f"ring.memory: {slots} slots of {format_bytes(wanted)} do not fit into {format_bytes(budget_bytes)} on "
+            f"{self.device}. Select fewer tensors, lower ring.iterations, raise ring.memory, or set "
+            f"ring.on_out_of_memory to another value than error. The largest contributors:\n{table}"
+        )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """``cuda`` as ``cuda:0``, so that it equals a tensor's device."""
+    return torch.empty((), device=device).device

@@ -1,0 +1,115 @@
+"""Which slot holds which tick, which slots are held, which comes next: decided on the device, in ``advance``.
+
+Everything lives in one small int64 tensor, so that the host gets all of it with a single copy beside the verdict. Runs
+on the stream that calls ``Ring.advance``; no operation waits for the device and nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+TABLE_SIZE = 64
+"""Ticks whose slot the device remembers, so that a late kernel of an earlier tick still finds its slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """Host copy of the slot table.
+
+    Attributes:
+        slot_tick: the tick that each real slot holds, -1 for none.
+        held: slots that recording may not take.
+        hold_until: slots of ticks up to this one are held as they come.
+        table: ``tick % TABLE_SIZE`` -> slot; the number of real slots stands for scrap.
+    """
+
+    slot_tick: tuple[int, ...]
+    held: tuple[bool, ...]
+    hold_until: int
+    table: tuple[int, ...]
+
+    def slot_of(self, tick: int) -> int | None:
+        """The real slot that holds ``tick``, or None: it went to scrap, or was overwritten since."""
+        return self.slot_tick.index(tick) if tick >= 0 and tick in self.slot_tick else None
+
+
+class SlotTable:
+    """The device's slot table for ``num_slots`` real slots; slot ``num_slots`` is scrap.
+
+    Attributes:
+        state: int64 ``[2 * num_slots + 1 + TABLE_SIZE]`` on ``device``; ``decode`` takes a CPU copy of it apart.
+        slot_tick, held, hold_until, table: views of ``state``; ``held`` is 0 or 1.
+        ticks: int64 ``[TABLE_SIZE]``, the tick that each table entry belongs to.
+    """
+
+    def __init__(self, device: torch.device, num_slots: int, *, iterations: int, after: int, first_tick: int) -> None:
+        """``first_tick`` gets slot 0; everything else is free and unheld."""
+        self.num_slots, self._iterations, self._after = num_slots, iterations, after
+        with torch.inference_mode(False), torch.no_grad():
+            self.state = torch.full((2 * num_slots + 1 + TABLE_SIZE,), -1, dtype=torch.int64, device=device)
+            self.slot_tick = self.state[:num_slots]
+            self.held = self.state[num_slots : 2 * num_slots]
+            self.hold_until = self.state[2 * num_slots : 2 * num_slots + 1]
+            self.table = self.state[2 * num_slots + 1 :]
+            self.ticks = torch.full((TABLE_SIZE,), -1, dtype=torch.int64, device=device)
+            self._numbers = torch.arange(num_slots, device=device)
+            self.held.zero_()
+            self.table.fill_(num_slots)
+            self.slot_tick[:1].fill_(first_tick)
+            self.table_entry(first_tick).zero_()
+            self.tick_entry(first_tick).fill_(first_tick)
+
+    def table_entry(self, tick: int) -> torch.Tensor:
+        """int64 ``[1]``, a view: the slot of ``tick``."""
+        at = tick % TABLE_SIZE
+        return self.table[at : at + 1]
+
+    def tick_entry(self, tick: int) -> torch.Tensor:
+        """int64 ``[1]``, a view: ``tick`` itself."""
+        at = tick % TABLE_SIZE
+        return self.ticks[at : at + 1]
+
+    def advance(
+        self, tick: int, fired: torch.Tensor | None, release: torch.Tensor | None, hold_request: torch.Tensor | None
+    ) -> None:
+        """Close ``tick`` and choose the slot of ``tick + 1``. Arguments as in ``Ring.advance``."""
+        held = self.held != 0
+        if release is not None:
+            held = held & (self.slot_tick != release)
+        is_current = self.slot_tick == tick
+        hold = _either(fired, hold_request)
+        if hold is not None:
+            window = (self.slot_tick > tick - self._iterations) & (self.slot_tick <= tick) & (self.slot_tick >= 0)
+            held = held | (hold & window)
+            until = self.hold_until.clamp(min=tick + self._after)
+            self.hold_until.copy_(torch.where(hold, until, self.hold_until))
+        held = held | (is_current & (self.hold_until >= tick))
+        # The oldest slot that is not held; free ones first. Each candidate is unique, so that no tie has to be broken.
+        taken = (tick + 2) * self.num_slots
+        candidates = torch.where(held, taken, (self.slot_tick + 1) * self.num_slots + self._numbers)
+        best = candidates.amin(dim=0, keepdim=True)
+        chosen = torch.where(best == taken, self.num_slots, best % self.num_slots)
+        self.held.copy_(held)
+        self.slot_tick.copy_(torch.where(self._numbers == chosen, tick + 1, self.slot_tick))
+        self.table_entry(tick + 1).copy_(chosen)
+        self.tick_entry(tick + 1).fill_(tick + 1)
+
+    @staticmethod
+    def decode(state: torch.Tensor) -> SlotState:
+        """Take a CPU copy of ``state`` (int64) apart."""
+        numbers = [int(number) for number in state.numpy()]
+        count = (len(numbers) - 1 - TABLE_SIZE) // 2
+        return SlotState(
+            slot_tick=tuple(numbers[:count]),
+            held=tuple(number != 0 for number in numbers[count : 2 * count]),
+            hold_until=numbers[2 * count],
+            table=tuple(numbers[2 * count + 1 :]),
+        )
+
+
+def _either(first: torch.Tensor | None, second: torch.Tensor | None) -> torch.Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first | second

@@ -1,0 +1,105 @@
+"""The statistics matrix: one row a key, one plane a slot, with the tick that wrote each row.
+
+Device memory in blocks that never move; blocks are added under the ring's lock. ``gather`` runs on its caller's stream
+and does not synchronise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flightrec.records import NUM_STATISTICS
+
+FIRST_BLOCK_ROWS = 256
+LARGEST_BLOCK_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    first_row: int
+    values: torch.Tensor  # float64 [planes, rows, C]
+    stamps: torch.Tensor  # int64 [planes, rows], -1 never written
+
+    @property
+    def num_rows(self) -> int:
+        return self.stamps.shape[1]
+
+
+class StatisticsMatrix:
+    """Rows for ever more keys; as many planes as slots, scrap included.
+
+    A new block is as large as all before it, from 256 to 4096 rows: a model of few tensors evaluates few rows.
+    """
+
+    def __init__(self, device: torch.device, num_planes: int) -> None:
+        self._device, self._num_planes = device, num_planes
+        self._blocks: list[_Block] = []
+        self.num_rows = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all blocks."""
+        return sum(block.values.nbytes + block.stamps.nbytes for block in self._blocks)
+
+    @property
+    def num_allocated_rows(self) -> int:
+        """``num_rows`` rounded up to whole blocks."""
+        return sum(block.num_rows for block in self._blocks)
+
+    def add_row(self) -> int:
+        """Number of a new row; never written yet."""
+        row = self.num_rows
+        if row == self.num_allocated_rows:
+            size = min(max(row, FIRST_BLOCK_ROWS), LARGEST_BLOCK_ROWS)
+            self._blocks.append(self._allocate(row, size))
+        self.num_rows += 1
+        return row
+
+    def row(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of one row in all planes: values float64 ``[planes, C]``, stamps int64 ``[planes]``."""
+        block = next(block for block in reversed(self._blocks) if block.first_row <= row)
+        at = row - block.first_row
+        return block.values[:, at], block.stamps[:, at]
+
+    def gather(self, slot: torch.Tensor, tick: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """One tick's statistics.
+
+        Args:
+            slot: int64 ``[1]`` on the device, its plane.
+            tick: int64 ``[1]`` on the device; rows with another stamp are not valid.
+
+        Returns:
+            values float64 ``[R, C]``, valid bool ``[R]``, fresh tensors; ``R`` is ``num_allocated_rows``.
+        """
+        if not self._blocks:
+            return self._empty()
+        values = [block.values.index_select(0, slot)[0] for block in self._blocks]
+        stamps = [block.stamps.index_select(0, slot)[0] for block in self._blocks]
+        if len(self._blocks) == 1:
+            return values[0], stamps[0] == tick
+        return torch.cat(values), torch.cat(stamps) == tick
+
+    def resize(self, num_planes: int) -> None:
+        """Have ``num_planes`` planes; plane 0 keeps its rows, all others are never written."""
+        self._num_planes = num_planes
+        old, self._blocks = self._blocks, []
+        for block in old:
+            new = self._allocate(block.first_row, block.num_rows)
+            new.values[0].copy_(block.values[0])
+            new.stamps[0].copy_(block.stamps[0])
+            self._blocks.append(new)
+
+    def _allocate(self, first_row: int, num_rows: int) -> _Block:
+        with torch.inference_mode(False):
+            planes = self._num_planes
+            return _Block(
+                first_row,
+                torch.zeros((planes, num_rows, NUM_STATISTICS), dtype=torch.float64, device=self._device),
+                torch.full((planes, num_rows), -1, dtype=torch.int64, device=self._device),
+            )
+
+    def _empty(self) -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.zeros((0, NUM_STATISTICS), dtype=torch.float64, device=self._device)
+        return values, torch.zeros((0,), dtype=torch.bool, device=self._device)

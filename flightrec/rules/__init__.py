@@ -1,0 +1,1 @@
+"""Triggers evaluated on the device."""

@@ -1,0 +1,144 @@
+"""Records parameters and their gradients.
+
+``parameter``: every parameter at the start of the first iteration and after each step, part = its name.
+``wgrad``: ``parameter.grad`` each time autograd has accumulated into it: cumulative over the microbatches of an
+iteration, before clipping; part = the parameter's name, empty for ``weight``.
+
+Owns its hooks on the parameters. Runs on the training thread, the hooks on autograd's threads.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from flightrec.records import NO_MICROBATCH, Phase, Stage
+from flightrec.sources.base import Keeper
+from flightrec.sources.hooks import AccumulatedHook
+from flightrec.sources.stamps import Stamps
+from flightrec.sources.traversal import is_lazy
+
+
+class _Slot:
+    """One place in a module that holds a parameter."""
+
+    __slots__ = ("handle", "hooked", "layer", "module", "name")
+
+    def __init__(self, layer: str, module: nn.Module, name: str) -> None:
+        self.layer = layer
+        self.module = module
+        self.name = name
+        self.handle: RemovableHandle | None = None
+        self.hooked: weakref.ref[nn.Parameter] | None = None
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """What the place holds now: a run may replace its parameters."""
+        return self.module._parameters.get(self.name)
+
+
+class Parameters:
+    """The parameters of a model, each under its first selected owner.
+
+    Args:
+        model: the attached model.
+        keeper: takes the tensors.
+        stamps: tells a backward pass's microbatch.
+        skip: by layer, tensors that another source records.
+    """
+
+    def __init__(self, model: nn.Module, keeper: Keeper, stamps: Stamps, skip: Mapping[str, frozenset[str]]) -> None:
+        self._keeper = keeper
+        self._stamps = stamps
+        self._kept = _slots(model, keeper, "parameter", skip)
+        self._accumulated = _slots(model, keeper, "wgrad", skip)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any parameter or its gradient is selected."""
+        return bool(self._kept or self._accumulated)
+
+    def attach(self) -> None:
+        """Hook the parameters that require gradients and are not hooked yet; drop hooks of replaced ones."""
+        for slot in self._accumulated:
+            parameter = slot.parameter
+            if slot.hooked is not None and slot.hooked() is parameter:
+                continue
+            self._unhook(slot)
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if is_lazy(parameter):
+                continue  # a lazy module: hooked once it has data
+            hook = AccumulatedHook(self._on_accumulated, slot.layer, slot.name)
+            slot.handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            slot.hooked = weakref.ref(parameter)
+
+    def detach(self) -> None:
+        """Take all hooks off."""
+        for slot in self._accumulated:
+            self._unhook(slot)
+
+    def record(self, stage: Stage) -> None:
+        """Record all selected parameters."""
+        for slot in self._kept:
+            parameter = slot.parameter
+            if parameter is None or not self._keeper.works(slot.layer):
+                continue
+            try:
+                self._keeper.keep(
+                    parameter,
+                    slot.layer,
+                    "parameter",
+                    part=slot.name,
+                    microbatch=NO_MICROBATCH,
+                    phase=Phase.TRAIN,
+                    call=0,
+                    stage=stage,
+                )
+            except Exception as error:
+                self._keeper.fail(slot.layer, error)
+
+    def _on_accumulated(self, hook: AccumulatedHook, parameter: torch.Tensor) -> None:
+        if not self._keeper.works(hook.layer):
+            return
+        try:
+            gradient = parameter.grad
+            if gradient is None:
+                self._keeper.blind(hook.layer, "wgrad", "an earlier hook removed the gradient (optimizer in backward)")
+                return
+            self._keeper.keep(
+                gradient,
+                hook.layer,
+                "wgrad",
+                part="" if hook.name == "weight" else hook.name,
+                microbatch=self._stamps.backward_microbatch(),
+                phase=Phase.TRAIN,
+                call=0,
+                stage=Stage.BACKWARD,
+            )
+        except Exception as error:
+            self._keeper.fail(hook.layer, error)
+
+    @staticmethod
+    def _unhook(slot: _Slot) -> None:
+        if slot.handle is not None:
+            slot.handle.remove()
+        slot.handle = slot.hooked = None
+
+
+def _slots(model: nn.Module, keeper: Keeper, tensor: str, skip: Mapping[str, frozenset[str]]) -> list[_Slot]:
+    """Places of all parameters of which ``tensor`` is selected; a tied parameter's first such place."""
+    seen: set[int] = set()
+    slots: list[_Slot] = []
+    for layer, module in model.named_modules():
+        if tensor in skip.get(layer, frozenset()) or keeper.sink.selects(layer, tensor, Phase.TRAIN) is None:
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                slots.append(_Slot(layer, module, name))
+    return slots

@@ -1,0 +1,112 @@
+"""What a source needs from whoever keeps its tensors: the ``Sink`` protocol, which the recorder implements.
+
+And how to touch the run's tensors without leaving a trace: ``quiet``, ``is_plain``. Owns nothing. A sink is called from
+the training thread and from autograd's threads, on whatever CUDA stream is current there, always inside ``quiet``.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
+
+import torch
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from flightrec.records import Phase, Stage
+
+
+class Sink(Protocol):
+    """Takes what the sources see."""
+
+    @property
+    def microbatch_index(self) -> int:
+        """The current microbatch; ``NO_MICROBATCH`` before the first one of an iteration."""
+
+    def selects(self, layer: str, tensor: str, phase: Phase) -> object | None:
+        """Say whether this tensor is wanted: anything but None is yes.
+
+        Sources ask once, when they attach, and install no hook for a no. An answer must not change while attached.
+        """
+
+    def capture(
+        self,
+        layer: str,
+        tensor: str,
+        *,
+        part: str = "",
+        microbatch: int,
+        phase: Phase,
+        call: int,
+        stage: Stage,
+        high_precision: torch.Tensor | None = None,
+        quantized: object | None = None,
+        columnwise: object | None = None,
+    ) -> None:
+        """Keep one sighting of a tensor; called after ``selects`` said yes for (layer, tensor, phase).
+
+        Args:
+            layer: qualified module name.
+            tensor: one of ``records.TENSORS``.
+            part: path or parameter name, empty for the only one.
+            microbatch: that of the sighting; ``NO_MICROBATCH`` for parameters.
+            phase: of the sighting.
+            call: how often the layer ran before in this microbatch and phase.
+            stage: where in the iteration.
+            high_precision: a plain strided tensor, detached, any strides. It is the run's own memory: it must be copied
+                during the call and not referenced afterwards.
+            quantized: what ``extract`` takes (a quantized tensor, a ``Quantized`` or finished ``QuantizedParts``).
+            columnwise: a second quantized tensor of the same values for the other direction of the product, or None.
+        """
+
+    def blind(self, layer: str, tensor: str, reason: str) -> None:
+        """Note that this tensor is selected but is not recorded, and why. Told once for each (layer, tensor)."""
+
+    def begin_microbatch_implicit(self) -> None:
+        """Begin the next microbatch, unless the user counts them: a training forward of the attached model starts."""
+
+    def guard(self, part: str) -> AbstractContextManager[object]:
+        """Make a context that swallows an ``Exception`` raised in it, logs it once and counts ``part`` as disarmed."""
+
+
+def is_plain(tensor: object) -> bool:
+    """Say whether this is an ordinary dense tensor with real memory, which can be copied as it is."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and type(tensor) in _PLAIN_TYPES
+        and tensor.layout is torch.strided
+        and tensor.device.type != "meta"
+    )
+
+
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class quiet(ExitStack):  # noqa: N801  used like a function: ``with quiet():``
+    """Context in which our own operations leave no trace in the run.
+
+    No autograd history, no autocast (it would change what we compute), no inference tensors (the ring's memory must
+    stay writable), no function modes. Selective checkpointing's caching modes are switched off too: an operation of
+    ours in its cache would be handed to the model in the recompute.
+    """
+
+    def __enter__(self) -> quiet:
+        super().__enter__()
+        if torch.is_inference_mode_enabled():
+            self.enter_context(torch.inference_mode(False))
+        self.enter_context(torch.no_grad())
+        self.enter_context(torch._C.DisableTorchFunction())
+        for device_type in ("cuda", "cpu"):
+            if torch.is_autocast_enabled(device_type):
+                self.enter_context(torch.autocast(device_type, enabled=False))
+        if _is_caching():
+            self.enter_context(_disable_current_modes())
+        return self
+
+
+def _is_caching() -> bool:
+    """Say whether selective checkpointing records or replays the operations of this thread."""
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    modes = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+    return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())

@@ -1,0 +1,164 @@
+"""Says where the model is: phase, microbatch and call of the module that runs, forward and backward.
+
+Owns a stack of frames for each thread, the call counters of the iteration, and the microbatch of every backward pass
+that was seen. Runs on the training thread and on autograd's threads; holds no tensor; launches nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import NamedTuple
+
+import torch
+
+from flightrec.records import NO_MICROBATCH, Phase
+from flightrec.sources.sink import Sink
+
+_MAX_FRAMES = 1000
+"""More can only be left-overs of forwards that were cut short: Python's own recursion ends there."""
+
+
+class Stamp(NamedTuple):
+    """Where a layer was when it ran."""
+
+    layer: str
+    microbatch: int
+    phase: Phase
+    call: int
+
+
+class Stamps:
+    """Follows the hooked modules of one model.
+
+    Args:
+        root: the attached model; its ``training`` flag decides between training and evaluation.
+        sink: tells the current microbatch, and is told when an implicit one begins.
+    """
+
+    def __init__(self, root: torch.nn.Module, sink: Sink) -> None:
+        self._root = root
+        self._sink = sink
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._calls: dict[tuple[str, int, Phase], int] = {}
+        self._backward: dict[int, int] = {}  # graph task -> microbatch
+        self._last_backward: int | None = None
+
+    def enter(self, module: torch.nn.Module, layer: str) -> Stamp:
+        """Note that ``module`` starts to run, and say what run it is.
+
+        A forward inside a backward pass is a recompute. Otherwise the outermost hooked module decides for all below
+        it: evaluation if the model is in eval mode or gradients were off when it was entered, else training, also
+        where checkpointing switches gradients off further in.
+        """
+        frames = self._frames()
+        if in_backward():
+            phase, microbatch = Phase.RECOMPUTE, self.backward_microbatch()
+        else:
+            stale = bool(frames) and (frames[0].phase is Phase.RECOMPUTE or len(frames) > _MAX_FRAMES)
+            if module is self._root or stale:
+                frames.clear()  # what is left was cut short by an exception that no hook saw
+            if frames:
+                phase = frames[0].phase
+            else:
+                training = self._root.training and torch.is_grad_enabled()
+                phase = Phase.TRAIN if training else Phase.EVAL
+                if training and (module is self._root or self._sink.microbatch_index == NO_MICROBATCH):
+                    self._sink.begin_microbatch_implicit()
+            microbatch = self._sink.microbatch_index
+        key = (layer, microbatch, phase)
+        with self._lock:
+            call = self._calls.get(key, 0)
+            self._calls[key] = call + 1
+        stamp = Stamp(layer, microbatch, phase, call)
+        frames.append(stamp)
+        return stamp
+
+    def leave(self, layer: str) -> Stamp | None:
+        """Note that a layer finished, or raised; None if it was not entered on this thread."""
+        frames = self._frames()
+        for index in range(len(frames) - 1, -1, -1):
+            if frames[index].layer == layer:
+                stamp = frames[index]
+                del frames[index:]
+                return stamp
+        return None
+
+    def current(self) -> Stamp | None:
+        """Stamp of the innermost hooked module that runs on this thread."""
+        frames = self._frames()
+        return frames[-1] if frames else None
+
+    @property
+    def depth(self) -> int:
+        """How many hooked modules are running on this thread."""
+        return len(self._frames())
+
+    def see_backward(self, microbatch: int) -> None:
+        """Note which microbatch the backward pass that runs on this thread belongs to."""
+        task = torch._C._current_graph_task_id()
+        self._last_backward = microbatch
+        if task != -1:
+            with self._lock:
+                self._backward[task] = microbatch
+
+    def backward_microbatch(self) -> int:
+        """Microbatch of this backward pass; if nothing was seen of it, of the latest one, else the current one."""
+        with self._lock:
+            microbatch = self._backward.get(torch._C._current_graph_task_id(), self._last_backward)
+        return self._sink.microbatch_index if microbatch is None else microbatch
+
+    def next_iteration(self) -> None:
+        """Forget the counters of the iteration; called between iterations, on the training thread."""
+        with self._lock:
+            self._calls.clear()
+            self._backward.clear()
+            self._last_backward = None
+
+    def _frames(self) -> list[Stamp]:
+        try:
+            frames: list[Stamp] = self._local.frames
+        except AttributeError:
+            frames = self._local.frames = []
+        return frames
+
+
+def in_backward() -> bool:
+    """Say whether this thread runs inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def must_not_record() -> bool:
+    """Say whether the code that runs is being traced, transformed or captured, so that its tensors hold no values yet.
+
+    Called first by every hook; under ``torch.compile`` the compiler folds it to True and drops the hook's body. Never
+    raises an ``Exception``.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    try:
+        return _is_traced()
+    except Exception:
+        global _complained  # noqa: PLW0603  once a process is enough
+        if not _complained:
+            _complained = True
+            _log.exception("flightrec: cannot tell whether torch is tracing, so nothing is recorded")
+        return True
+
+
+_complained = False
+_log = logging.getLogger("flightrec")
+_HAS_CUDA = torch.backends.cuda.is_built()
+
+
+def _is_traced() -> bool:
+    mode, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+    return (
+        mode(keys.FAKE) is not None
+        or mode(keys.PROXY) is not None
+        or mode(keys.FUNCTIONAL) is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or (_HAS_CUDA and torch.cuda.is_current_stream_capturing())
+    )

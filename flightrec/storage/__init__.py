@@ -1,0 +1,1 @@
+"""Incident files: paths, tables, writing and reading."""

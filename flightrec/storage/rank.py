@@ -1,0 +1,356 @@
+"""One rank's files, read: tables at first use, payload only when a record asks. Any thread, one at a time."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import numpy.typing as npt
+
+from flightrec.errors import IncidentError
+from flightrec.records import Firing, Key, Phase, Severity, Stage
+from flightrec.storage import commit, files, schema, text
+from flightrec.storage.facts import Blind
+
+
+_KEY_COLUMNS = ("layer", "tensor", "part", "microbatch", "phase", "call", "stage")
+_PHASES = {phase.value.encode("ascii"): phase for phase in Phase}
+_STAGES = {stage.value.encode("ascii"): stage for stage in Stage}
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One row of ``/iterations``.
+
+    Attributes:
+        attempt: see design words; (attempt, iteration) is unique.
+        iteration: number of the optimizer step.
+        tick: internal time.
+        num_microbatches: how many had begun.
+        loss: given to ``step``, None when there was none.
+        partial: the iteration had not ended when the incident was written.
+        blind: why its tensors are missing, or empty.
+        num_records: how many records it has.
+        metrics: values given to ``step``.
+    """
+
+    attempt: int
+    iteration: int
+    tick: int
+    num_microbatches: int
+    loss: float | None
+    partial: bool
+    blind: str
+    num_records: int
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class StoredComponent:
+    """One array of a record as ``/records`` describes it: its name, shape, element format and length."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: str
+    num_bytes: int
+
+
+class Rank:
+    """Facts and tensors of one rank.
+
+    Attributes:
+        rank: its number.
+        facts_path: the facts file.
+        tensors_path: the tensors file, None when there is none.
+    """
+
+    def __init__(self, facts_path: Path, tensors_path: Path | None, incident_id: str | None = None) -> None:
+        self.facts_path = facts_path
+        self.tensors_path = tensors_path
+        self._facts = files.open_file(facts_path, [schema.FACTS])
+        self._tensors: h5py.File | None = None
+        self._components: dict[str, tuple[StoredComponent, ...]] = {}
+        try:
+            if incident_id is not None:
+                files.check_identity(facts_path, self._facts, incident_id)
+            self.rank = int(self.attribute("rank"))
+            self.incident_id = str(self.attribute("incident_id"))
+        except IncidentError:
+            self._facts.close()
+            raise
+
+    def close(self) -> None:
+        """Close both files; what was read stays usable."""
+        self._facts.close()
+        if self._tensors is not None:
+            self._tensors.close()
+
+    def attribute(self, name: str, default: Any = None) -> Any:
+        """Give a root attribute of the facts file."""
+        with files.reading(self.facts_path, f"attribute {name}"):
+            return text.read_attribute(self._facts, name) if name in self._facts.attrs else default
+
+    @cached_property
+    def names(self) -> list[str]:
+        """``/names``: the texts that the tables point to."""
+        with files.reading(self.facts_path, "/names"):
+            return text.read_text_table(self._facts)
+
+    @cached_property
+    def records(self) -> npt.NDArray[np.void]:
+        """``/records`` as a structured array, columns as in ``docs/format.md``."""
+        return self._table("records")
+
+    @cached_property
+    def iterations(self) -> list[Iteration]:
+        """``/iterations``, in time order."""
+        rows = self._table("iterations")
+        with files.reading(self.facts_path, "/iterations"):
+            return [
+                Iteration(
+                    attempt=int(row["attempt"]),
+                    iteration=int(row["iteration"]),
+                    tick=int(row["tick"]),
+                    num_microbatches=int(row["num_microbatches"]),
+                    loss=float(row["loss"]) if row["has_loss"] else None,
+                    partial=bool(row["partial"]),
+                    blind=self.names[row["blind"]],
+                    num_records=int(row["num_records"]),
+                    metrics=text.from_json_text(self.names[row["metrics"]]) or {},
+                )
+                for row in rows
+            ]
+
+    @cached_property
+    def num_microbatches(self) -> dict[tuple[int, int], int]:
+        """(attempt, iteration) -> how many microbatches had begun."""
+        return {(entry.attempt, entry.iteration): entry.num_microbatches for entry in self.iterations}
+
+    @cached_property
+    def trigger(self) -> Firing:
+        """The primary firing."""
+        with files.reading(self.facts_path, "/trigger"):
+            return self._facts_firings[int(text.read_attribute(self._facts["trigger"], "firing"))]
+
+    @cached_property
+    def firings(self) -> list[Firing]:
+        """All firings: those of the facts file, then the late ones of the tensors file, if it can be read."""
+        late: list[Firing] = []
+        if self.tensors_problem == "":
+            file, path = self._tensors_file()
+            with files.reading(path, "/firings"):
+                if "firings" in file:
+                    late = _firings(file["firings"][()], text.read_text_table(file))
+        return [*self._facts_firings, *late]
+
+    @cached_property
+    def blind(self) -> list[Blind]:
+        """What was not recorded: rows of both files' ``/blind``."""
+        with files.reading(self.facts_path, "/blind"):
+            found = _blind(self._facts["blind"][()], self.names)
+        if self.tensors_problem == "":
+            file, path = self._tensors_file()
+            with files.reading(path, "/blind"):
+                if "blind" in file:
+                    found += _blind(file["blind"][()], text.read_text_table(file))
+        return found
+
+    @cached_property
+    def quantizers(self) -> list[dict[str, Any]]:
+        """``/quantizers``: ``class_name``, ``format``, ``scale_direction``, ``block_shape``, ``metadata`` of each."""
+        rows = self._table("quantizers")
+        with files.reading(self.facts_path, "/quantizers"):
+            return [
+                {
+                    "class_name": self.names[row["class_name"]],
+                    "format": self.names[row["format"]],
+                    "scale_direction": row["scale_direction"].decode("ascii"),
+                    "block_shape": tuple(text.from_json_text(self.names[row["block_shape"]]) or ()),
+                    "metadata": text.from_json_text(self.names[row["metadata"]]) or {},
+                }
+                for row in rows
+            ]
+
+    @cached_property
+    def config_text(self) -> str:
+        """The configuration as YAML."""
+        with files.reading(self.facts_path, "/config"):
+            return text.read_text(self._facts, "config")
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        """argv, commit, topology, ..."""
+        with files.reading(self.facts_path, "/environment"):
+            return text.from_json_text(text.read_text(self._facts, "environment")) or {}
+
+    @cached_property
+    def problems(self) -> list[str]:
+        """What could not be stored when the file was written."""
+        with files.reading(self.facts_path, "/problems"):
+            return text.read_text_table(self._facts, "problems")[1:] if "problems" in self._facts else []
+
+    @cached_property
+    def history(self) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
+        """Series by name: iterations int64 [n] and values [n] or [n, rows]."""
+        with files.reading(self.facts_path, "/history"):
+            if "history" not in self._facts:
+                return {}
+            return {
+                text.read_attribute(entry, "name"): (entry["iterations"][()], entry["values"][()])
+                for entry in self._facts["history"].values()
+            }
+
+    @cached_property
+    def tensors_problem(self) -> str:
+        """Why no payload can be read at all, or empty."""
+        if self.tensors_path is None:
+            name = str(self.attribute("tensors_file", ""))
+            if name and commit.partial_path(self.facts_path.with_name(name)).exists():
+                return f"the tensors file {name} is still being written, or its writer died"
+            return f"there is no tensors file {name}: it could not be written, or was not moved along"
+        try:
+            self._tensors_file()
+        except IncidentError as error:
+            return str(error)
+        return ""
+
+    @property
+    def salvaged(self) -> bool:
+        """Whether the tensors file was left behind by a writer that died."""
+        return self.tensors_path is not None and self.tensors_path.name.endswith(".salvaged.h5")
+
+    def key(self, row: Any) -> Key:
+        """Give the key of a row of ``/records``."""
+        with files.reading(self.facts_path, "/records"):
+            return _key(row, self.names)
+
+    def keys(self, rows: npt.NDArray[np.intp]) -> list[Key]:
+        """Give the keys of several rows of ``/records``."""
+        table, names = self.records, self.names
+        with files.reading(self.facts_path, "/records"):
+            columns = [table[name][rows].tolist() for name in _KEY_COLUMNS]
+            return [
+                Key(names[layer], names[tensor], names[part], microbatch, _PHASES[phase], call, _STAGES[stage])
+                for layer, tensor, part, microbatch, phase, call, stage in zip(*columns, strict=True)
+            ]
+
+    def components(self, row: Any) -> tuple[StoredComponent, ...]:
+        """Give the arrays that a row of ``/records`` names."""
+        with files.reading(self.facts_path, "/records"):
+            described = self.names[row["components"]]
+            if described not in self._components:
+                self._components[described] = tuple(
+                    StoredComponent(part["name"], tuple(part["shape"]), part["format"], part["bytes"])
+                    for part in text.from_json_text(described) or ()
+                )
+            return self._components[described]
+
+    def has_payload(self, record: int, path: str, component: str) -> bool:
+        """Whether the bytes of a record's component are in the tensors file."""
+        if self.tensors_problem:
+            return False
+        if self._payload is not None:
+            return (record, component) in self._payload
+        file, where = self._tensors_file()
+        with files.reading(where, path):
+            return bool(path) and f"{path}/{component}" in file
+
+    def read_payload(self, record: int, path: str, component: str, *, check: bool = True) -> npt.NDArray[Any]:
+        """Read one component as it is stored.
+
+        Raises:
+            IncidentError: it is not there, or damaged (its checksum differs, when ``check``).
+        """
+        file, where = self._tensors_file()
+        with files.reading(where, f"{path}/{component}"):
+            array = file[f"{path}/{component}"][()]
+        array = np.asarray(array)
+        if check and self._payload is not None:
+            expected = self._payload.get((record, component))
+            found = zlib.crc32(np.ascontiguousarray(array).view("u1").data if array.size else b"")
+            if expected != found:
+                raise IncidentError(
+                    f"{where}: {path}/{component} is damaged: crc32 is {found:08x}, "
+                    + ("none was written" if expected is None else f"expected {expected:08x}")
+                )
+        return array
+
+    @cached_property
+    def _payload(self) -> dict[tuple[int, str], int] | None:
+        """(record, component) -> crc32; None in a salvaged file, where it was never written."""
+        file, path = self._tensors_file()
+        with files.reading(path, "/components"):
+            if "components" not in file:
+                return None
+            table, names = file["components"][()], text.read_text_table(file)
+            columns = (table["record"].tolist(), table["component"].tolist(), table["crc32"].tolist())
+            return {(record, names[name]): crc for record, name, crc in zip(*columns, strict=True)}
+
+    @cached_property
+    def _facts_firings(self) -> list[Firing]:
+        rows = self._table("firings")
+        with files.reading(self.facts_path, "/firings"):
+            return _firings(rows, self.names)
+
+    def _table(self, name: str) -> npt.NDArray[np.void]:
+        with files.reading(self.facts_path, f"/{name}"):
+            return np.asarray(self._facts[name][()])
+
+    def _tensors_file(self) -> tuple[h5py.File, Path]:
+        if self.tensors_path is None:
+            raise IncidentError(f"{self.facts_path}: has no tensors file beside it")
+        if self._tensors is None:
+            file = files.open_file(self.tensors_path, [schema.TENSORS], salvaged=self.salvaged)
+            try:
+                files.check_identity(self.tensors_path, file, self.incident_id, self.rank)
+            except IncidentError:
+                file.close()
+                raise
+            self._tensors = file
+        return self._tensors, self.tensors_path
+
+
+def _key(row: Any, names: list[str]) -> Key:
+    return Key(
+        layer=names[row["layer"]],
+        tensor=names[row["tensor"]],
+        part=names[row["part"]],
+        microbatch=int(row["microbatch"]),
+        phase=_PHASES[row["phase"]],
+        call=int(row["call"]),
+        stage=_STAGES[row["stage"]],
+    )
+
+
+def _firings(rows: npt.NDArray[np.void], names: list[str]) -> list[Firing]:
+    return [
+        Firing(
+            rule=names[row["rule"]],
+            kind=names[row["kind"]],
+            severity=Severity(row["severity"].decode("ascii")),
+            attempt=int(row["attempt"]),
+            iteration=int(row["iteration"]),
+            key=_key(row, names) if row["has_key"] else None,
+            sequence=int(row["sequence"]),
+            value=float(row["value"]),
+            threshold=float(row["threshold"]),
+            message=names[row["message"]],
+            record=int(row["record"]),
+        )
+        for row in rows
+    ]
+
+
+def _blind(rows: npt.NDArray[np.void], names: list[str]) -> list[Blind]:
+    def entries() -> Iterator[Blind]:
+        for row in rows:
+            texts = (names[row["layer"]], names[row["tensor"]], names[row["reason"]])
+            yield Blind(int(row["attempt"]), int(row["iteration"]), *texts)
+
+    return list(entries())

@@ -1,0 +1,242 @@
+"""A record of an incident, read lazily: its facts are at hand, its bytes are read when asked for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from flightrec.codecs import base, scaled
+from flightrec.errors import IncidentError
+from flightrec.records import Key, Representation
+from flightrec.storage import files, schema, text
+from flightrec.storage.rank import Rank, StoredComponent
+
+HIGH_PRECISION = "high_precision"
+
+
+class Components(Mapping[str, npt.NDArray[Any]]):
+    """Raw arrays of a quantized tensor by component name, each read when it is looked up."""
+
+    def __init__(self, record: Record, names: tuple[str, ...]) -> None:
+        self._record = record
+        self._names = names
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._record.raw(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"Components({', '.join(self._names)})"
+
+
+class Quantized:
+    """The quantized side of a record.
+
+    Attributes:
+        components: raw arrays by name (``data``, ``scale_inv``, ...), bit patterns as stored; read when looked up.
+        formats: element format of each component.
+        metadata: ``class_name``, ``format``, ``scale_direction``, ``block_shape`` and the quantizer's ``metadata``.
+    """
+
+    def __init__(self, record: Record, formats: Mapping[str, str], metadata: Mapping[str, Any]) -> None:
+        self._record = record
+        self.formats = formats
+        self.metadata = metadata
+        self.components = Components(record, tuple(formats))
+
+    def dequantize(self, *, side: str = "rowwise") -> npt.NDArray[np.float32]:
+        """Give the numbers that the codes and scales stand for.
+
+        Args:
+            side: ``rowwise`` (the component ``data``) or ``columnwise`` (``columnwise_data``).
+
+        Returns:
+            float32, in the record's logical shape.
+
+        Raises:
+            FormatError: a component that is needed is missing, or this combination cannot be decoded.
+            IncidentError: the bytes are damaged.
+        """
+        wanted = scaled.component_names(self.formats, side)
+        components = {name: self.components[name] for name in wanted}
+        return scaled.dequantize(components, self.metadata, formats=self.formats, shape=self._record.shape, side=side)
+
+
+class Record:
+    """One tensor sighting in one iteration of one rank.
+
+    Attributes:
+        index: row of the rank's ``/records``.
+        rank: number of the rank.
+    """
+
+    def __init__(self, source: Rank, index: int) -> None:
+        self._source = source
+        self._row = source.records[index]
+        self.index = index
+        self.rank = source.rank
+
+    def __repr__(self) -> str:
+        key = self.key
+        return f"<Record {self.attempt}.{self.iteration} {key.layer} {key.tensor} {key.part} mb={key.microbatch}>"
+
+    @property
+    def key(self) -> Key:
+        """Whose sighting it is."""
+        return self._source.key(self._row)
+
+    @property
+    def attempt(self) -> int:
+        """Attempt of the run."""
+        return int(self._row["attempt"])
+
+    @property
+    def iteration(self) -> int:
+        """Iteration of the attempt."""
+        return int(self._row["iteration"])
+
+    @property
+    def sequence(self) -> int:
+        """Position among the records of its iteration, in the order in which they were seen."""
+        return int(self._row["sequence"])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape of the tensor."""
+        return tuple(text.from_json_text(self._name("shape")) or ())
+
+    @property
+    def dtype(self) -> str:
+        """Name of the high-precision tensor's dtype (``bfloat16``, ...); empty when there was none."""
+        return self._name("dtype")
+
+    @property
+    def representation(self) -> Representation:
+        """What was selected and kept: high precision, quantized, both, or statistics only."""
+        with files.reading(self._source.facts_path, "/records"):
+            return Representation(self._row["representation"].decode("ascii"))
+
+    @property
+    def path(self) -> str:
+        """Its group in the tensors file; empty without bytes."""
+        return self._name("path")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all its components."""
+        return int(self._row["bytes"])
+
+    @property
+    def statistics(self) -> dict[str, float | int | None]:
+        """Statistics by lower-case name (``nan_count``, ``amax``, ...): counts as int, None where absent."""
+        return {name: _statistic(name, float(self._row[name])) for name in schema.STATISTIC_COLUMNS}
+
+    @property
+    def components(self) -> tuple[StoredComponent, ...]:
+        """The arrays that the record should have, as its facts describe them."""
+        return self._source.components(self._row)
+
+    @property
+    def why_absent(self) -> str:
+        """Why bytes that were selected are missing, or empty when nothing is missing."""
+        reason = self._name("reason")
+        if reason or not self.components:
+            return reason
+        for name in ("", *(part.name for part in self.components)):
+            if name and not self._source.has_payload(self.index, self.path, name):
+                return self._source.tensors_problem or self._blindness() or f"{name} did not reach the tensors file"
+        return ""
+
+    @property
+    def high_precision(self) -> npt.NDArray[Any] | None:
+        """The high-precision tensor in its logical shape, None when there is none (``why_absent`` may tell why).
+
+        bfloat16 and 8-bit floats come as float32, exactly; other types as they are.
+
+        Raises:
+            IncidentError: its bytes are damaged.
+        """
+        part = self._component(HIGH_PRECISION)
+        if part is None or not self._source.has_payload(self.index, self.path, HIGH_PRECISION):
+            return None
+        stored = self.raw(HIGH_PRECISION)
+        element = base.element_format(part.format)
+        return stored if element.is_native and part.format != "bool" else base.decode(stored, part.format)
+
+    @property
+    def quantized(self) -> Quantized | None:
+        """The quantized side, None when there is none or its bytes are missing."""
+        parts = [part for part in self.components if part.name != HIGH_PRECISION]
+        here = [part for part in parts if self._source.has_payload(self.index, self.path, part.name)]
+        if not here:
+            return None
+        quantizer = int(self._row["quantizer"])
+        with files.reading(self._source.facts_path, "/quantizers"):
+            metadata = self._source.quantizers[quantizer] if quantizer >= 0 else {}
+        return Quantized(self, {part.name: part.format for part in here}, metadata)
+
+    def raw(self, component: str, *, check: bool = True) -> npt.NDArray[Any]:
+        """Read one stored array: bit patterns for bfloat16 (uint16), FP8, FP4 and E8M0 (uint8).
+
+        Args:
+            component: ``high_precision``, ``data``, ``scale_inv``, ...
+            check: compare its checksum (a salvaged file has none).
+
+        Raises:
+            IncidentError: it does not exist, its bytes are missing, or they are damaged.
+        """
+        part = self._component(component)
+        if part is None:
+            names = ", ".join(part.name for part in self.components) or "none"
+            raise IncidentError(f"{self!r}: has no component {component!r}; it has {names}")
+        if not self._source.has_payload(self.index, self.path, component):
+            raise IncidentError(f"{self!r}: bytes of {component} are missing: {self.why_absent}")
+        array = self._source.read_payload(self.index, self.path, component, check=check)
+        if part.format in base.FORMATS and (
+            array.shape != part.shape or array.dtype != base.storage_dtype(part.format)
+        ):
+            raise IncidentError(
+                f"{self._source.tensors_path}: {self.path}/{component} is {array.dtype} {array.shape}, "
+                f"/records says {part.format} {part.shape}"
+            )
+        return array
+
+    def _component(self, name: str) -> StoredComponent | None:
+        return next((part for part in self.components if part.name == name), None)
+
+    def _name(self, column: str) -> str:
+        with files.reading(self._source.facts_path, "/records"):
+            return self._source.names[int(self._row[column])]
+
+    def _blindness(self) -> str:
+        for entry in self._source.iterations:
+            if (entry.attempt, entry.iteration) == (self.attempt, self.iteration) and entry.blind:
+                return entry.blind
+        key = self.key
+        for blind in self._source.blind:
+            if (
+                blind.attempt in {-1, self.attempt}
+                and blind.iteration in {-1, self.iteration}
+                and blind.layer in {"", key.layer}
+                and blind.tensor in {"", key.tensor}
+            ):
+                return blind.reason
+        return ""
+
+
+def _statistic(name: str, value: float) -> float | int | None:
+    if math.isnan(value):
+        return None
+    counts = name.endswith(("numel", "_count"))
+    return int(value) if counts and math.isfinite(value) else value

@@ -1,0 +1,280 @@
+"""Writes an incident's files: facts first, then tensors, at last the index. Runs in the writer process; no torch.
+
+The facts file is laid out in memory and written with plain system calls, so that a full disk is an ``OSError`` and
+never an HDF5 file that cannot be closed. The tensors file is laid out by HDF5 on disk (early-allocated contiguous
+datasets); its payload goes straight to the datasets' file offsets. Every function writes under a temporary name and
+publishes a whole file, or raises ``WriterError`` and leaves nothing under the final name.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from flightrec.codecs import base
+from flightrec.errors import FormatError, WriterError
+from flightrec.records import Component, Firing, RecordLayout
+from flightrec.storage import commit, schema, tables, text
+from flightrec.storage.contiguous import DatasetAllocator
+from flightrec.storage.facts import Blind, Identity, IncidentFacts, IterationFacts, RankFiles
+
+__all__ = [
+    "Blind",
+    "Identity",
+    "IncidentFacts",
+    "IterationFacts",
+    "RankFiles",
+    "TensorsFile",
+    "write_facts",
+    "write_index",
+]
+
+Buffers = Sequence[memoryview] | Callable[[Component], memoryview]
+"""Bytes of a record's components: parallel to ``layout.components``, or asked for one by one."""
+
+_FLUSH_BYTES = 256 << 20
+_FLUSH_RECORDS = 1024
+
+
+def write_facts(path: str | Path, facts: IncidentFacts) -> None:
+    """Write and commit a rank's facts file.
+
+    A value that cannot be stored is noted in ``/problems``; the rest of the file is written all the same.
+
+    Raises:
+        WriterError: the disk refuses or the name is taken; nothing is left under the final name.
+    """
+    _write_image(Path(path), lambda file: tables.fill_facts(file, facts))
+
+
+def write_index(
+    folder: str | Path, incident_id: str, ranks: Sequence[RankFiles], attributes: Mapping[str, Any] | None = None
+) -> Path:
+    """Write ``<incident_id>.index.h5``: the rank table, and relative links to the files that are there.
+
+    Args:
+        folder: the incident's folder, where the ranks' files lie.
+        incident_id: written into the file and its name.
+        ranks: one entry a rank; a file that is not in the folder is left out.
+        attributes: more root attributes (``run_id``, ``world_size``, ...), numbers or text.
+
+    Raises:
+        WriterError: as ``write_facts``.
+    """
+    folder = Path(folder)
+    path = folder / f"{incident_id}.index.h5"
+    present = [
+        RankFiles(entry.rank, *(name if name and (folder / name).is_file() else "" for name in entry[1:]))
+        for entry in ranks
+    ]
+    _write_image(path, lambda file: tables.fill_index(file, incident_id, present, attributes or {}))
+    return path
+
+
+class TensorsFile:
+    """A rank's tensors file while it is written, under its temporary name until ``commit``.
+
+    One thread at a time. What was added stays readable when the process is killed, up to the last ``flush``.
+    """
+
+    def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
+        self.path = path
+        self._file: h5py.File | None = file
+        self._allocator = DatasetAllocator(file)
+        self._descriptor = descriptor
+        self._names = text.TextTable()
+        self._components: list[tuple[int, int, int, int, int]] = []
+        self._num_bytes = 0
+        self._unflushed_bytes = 0
+        self._unflushed_records = 0
+
+    @classmethod
+    def create(cls, path: str | Path, identity: Identity, facts_file: str = "") -> TensorsFile:
+        """Start the file.
+
+        Args:
+            path: final name; nothing appears there before ``commit``.
+            identity: root attributes, the same as in the facts file.
+            facts_file: name of the facts file beside it.
+
+        Raises:
+            WriterError: the folder is missing, read-only or full, or a file of the temporary name exists.
+        """
+        path = Path(path)
+        partial = commit.partial_path(path)
+        file = None
+        try:
+            file = h5py.File(partial, "x", libver=schema.LIBVER, locking=False)
+            values = tables.root_attributes(schema.TENSORS, identity)
+            text.write_attributes(file, values | {"facts_file": facts_file})
+            file.flush()
+            return cls(path, file, os.open(partial, os.O_WRONLY | os.O_CLOEXEC))
+        except (OSError, RuntimeError) as error:
+            if file is not None:
+                _close_quietly(file)
+                commit.discard(partial)
+            raise _refused(path, error) from error
+
+    @property
+    def num_bytes(self) -> int:
+        """Payload bytes written until now."""
+        return self._num_bytes
+
+    def add(self, record_index: int, group_path: str, layout: RecordLayout, buffers: Buffers) -> None:
+        """Write one record's components.
+
+        Args:
+            record_index: its row of ``/records`` in the facts file.
+            group_path: as ``IterationFacts.record_paths`` gives it.
+            layout: names, shapes and formats of the components (ring offsets are not looked at).
+            buffers: bytes of the components, ``num_bytes`` each; only read during the call.
+
+        Raises:
+            FormatError: a buffer's length, the shape and the format disagree, or the group exists; nothing of the
+                record was written and the file can be used on.
+            WriterError: the disk refuses; call ``abort`` (or ``commit`` for what is there).
+        """
+        arrays = []
+        for position, component in enumerate(layout.components):
+            view = _as_bytes(buffers(component) if callable(buffers) else buffers[position])
+            arrays.append((component, view, *_stored_as(f"{group_path}/{component.name}", component, view.nbytes)))
+        file = self._open_file()
+        if group_path in file:
+            raise FormatError(f"{self.path}: {group_path} is written already; a path names one record")
+        try:
+            group = self._allocator.create_group(group_path)
+            for component, view, dtype, shape in arrays:
+                offset = self._allocator.create(group, component.name, shape, dtype, component.format, record_index)
+                if view.nbytes:
+                    commit.write_all(self._descriptor, view, offset)
+                row = (record_index, self._names.add(component.name), offset, view.nbytes, zlib.crc32(view))
+                self._components.append(row)
+                self._num_bytes += view.nbytes
+                self._unflushed_bytes += view.nbytes
+        except (OSError, RuntimeError, ValueError) as error:
+            raise _refused(self.path, error) from error
+        self._unflushed_records += 1
+        if self._unflushed_records >= _FLUSH_RECORDS or self._unflushed_bytes >= _FLUSH_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Make what was added readable even if this process dies (not the machine: no fsync).
+
+        Raises:
+            WriterError: the disk refuses.
+        """
+        try:
+            self._open_file().flush()
+        except (OSError, RuntimeError) as error:
+            raise _refused(self.path, error) from error
+        self._unflushed_bytes = self._unflushed_records = 0
+
+    def commit(self, late_firings: Sequence[Firing] = (), blind: Sequence[Blind] = ()) -> int:
+        """Write the component table and what came late, and give the file its final name.
+
+        Args:
+            late_firings: fired after the facts file was committed.
+            blind: records and iterations whose bytes did not arrive.
+
+        Returns:
+            Size of the file in bytes.
+
+        Raises:
+            WriterError: the disk refuses or the name is taken; nothing is left under the final name.
+        """
+        file = self._open_file()
+        partial = commit.partial_path(self.path)
+        try:
+            file.create_dataset("components", data=np.array(self._components, dtype=schema.COMPONENT))
+            file.create_dataset("firings", data=tables.firing_rows(late_firings, self._names, {}))
+            file.create_dataset("blind", data=tables.blind_rows(blind, self._names))
+            self._names.write(file)
+            file.flush()
+            file.attrs.modify("complete", np.uint8(1))
+            file.close()
+            self._forget()
+            commit.publish(partial, self.path)
+            return self.path.stat().st_size
+        except (OSError, RuntimeError) as error:
+            self.abort()
+            raise _refused(self.path, error) from error
+
+    def abort(self) -> None:
+        """Close and remove the temporary file; harmless after ``commit``."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            os.ftruncate(self._descriptor, 0)  # gives a full disk room, so that HDF5 can close its file
+        file = self._file
+        self._forget()
+        _close_quietly(file)
+        commit.discard(commit.partial_path(self.path))
+
+    def _open_file(self) -> h5py.File:
+        if self._file is None:
+            raise WriterError(f"{self.path}: the file was committed or aborted and takes nothing more")
+        return self._file
+
+    def _forget(self) -> None:
+        self._file = None
+        os.close(self._descriptor)
+
+
+def _as_bytes(buffer: memoryview) -> memoryview:
+    view = memoryview(buffer)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # a shape with a zero cannot be cast
+
+
+def _stored_as(path: str, component: Component, num_bytes: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Give dtype and shape of a component's dataset; a format that this version does not know is kept as bytes."""
+    if num_bytes != component.num_bytes:
+        raise FormatError(f"{path}: {num_bytes} bytes were given, the layout says {component.num_bytes}")
+    if component.format not in base.FORMATS:
+        return np.dtype("u1"), (num_bytes,)
+    dtype = base.storage_dtype(component.format)
+    expected = int(np.prod(component.shape, dtype=np.int64)) * dtype.itemsize
+    if expected != num_bytes:
+        raise FormatError(
+            f"{path}: shape {component.shape} in format {component.format} takes {expected} bytes, not {num_bytes}"
+        )
+    return dtype, component.shape
+
+
+def _write_image(path: Path, fill: Callable[[h5py.File], None]) -> None:
+    """Lay a small file out in memory, then write and publish it."""
+    partial = commit.partial_path(path)
+    with h5py.File(path.name, "w", driver="core", backing_store=False, libver=schema.LIBVER, locking=False) as file:
+        fill(file)
+        file.attrs.modify("complete", np.uint8(1))
+        file.flush()
+        image = file.id.get_file_image()
+    created = False
+    try:
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        created = True
+        try:
+            commit.write_all(descriptor, image, 0)
+        finally:
+            os.close(descriptor)
+        commit.publish(partial, path)
+    except OSError as error:
+        if created:
+            commit.discard(partial)
+        raise _refused(path, error) from error
+
+
+def _close_quietly(file: h5py.File) -> None:
+    with suppress(OSError, RuntimeError):
+        file.close()
+
+
+def _refused(path: Path, error: Exception) -> WriterError:
+    reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
+    return WriterError(f"{path}: cannot be written: {reason}")

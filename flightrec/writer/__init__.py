@@ -1,0 +1,1 @@
+"""The process that writes incidents and outlives the trainer; never imports torch."""

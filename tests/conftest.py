@@ -1,0 +1,50 @@
+"""What all tests share: one thread, no torch in the offline environments, a small incident."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+
+faulthandler.enable()
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+OFFLINE = (
+    "analysis",
+    "cli",
+    "codecs",
+    "commands",
+    "config",
+    "errors",
+    "golden",
+    "offline",
+    "records",
+    "reports",
+    "storage",
+    "writer",
+)
+"""First words of the test files that need no torch: all that the offline environments run."""
+
+HAS_TORCH = importlib.util.find_spec("torch") is not None
+
+if os.environ.get("FLIGHTREC_TEST_OFFLINE") == "1":
+    assert not HAS_TORCH, "torch is installed in an environment that shall show that none is needed"
+    collect_ignore = [
+        path.name for path in Path(__file__).parent.glob("test_*.py") if path.stem.split("_")[1] not in OFFLINE
+    ]
+
+if HAS_TORCH:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def incident_folder(tmp_path: Path) -> Path:
+    """An incident of one rank: a NaN that began in ``blocks.0.fc2`` in iteration 212."""
+    from incident_support import write_incident
+
+    return write_incident(tmp_path / "incidents")
