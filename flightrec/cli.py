@@ -5,7 +5,6 @@ Exit codes: 0 fine, 1 findings, 2 usage (or something that is not installed), 3 
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import sys
 from typing import Annotated
@@ -36,7 +35,7 @@ app.command("inspect")(inspect.inspect)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"flightrec {importlib.metadata.version('torch-flightrec')}")
+        typer.echo(f"flightrec {__version__}")
         raise typer.Exit
 
 

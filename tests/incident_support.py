@@ -85,6 +85,7 @@ def write_incident(
     layer: str = "blocks.0.fc2",
     with_tensors: bool = True,
     with_history: bool = True,
+    amax_grows: bool = False,
     blind: Sequence[Blind] = (),
 ) -> Path:
     """Write facts, tensors and index of a NaN that began in ``blocks.0.fc2``; give the incident's folder."""
@@ -95,7 +96,7 @@ def write_incident(
     ]
     iterations = []
     for iteration in range(FIRST_ITERATION, FAULTY_ITERATION + 1):
-        rows = statistics(len(made), amax=1.0 if iteration < FAULTY_ITERATION - 1 else 50.0)
+        rows = statistics(len(made), amax=50.0 if amax_grows and iteration > FIRST_ITERATION else 1.0)
         if iteration == FAULTY_ITERATION:
             rows[SPOILED, Statistic.NAN_COUNT] = 1
             rows[SPOILED, Statistic.POSITIVE_INF_COUNT] = 1

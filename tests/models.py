@@ -76,9 +76,21 @@ def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    net, data, recorder=None, *, precision="fp32", lr=0.05, before_step=None, before_forward=None, device="cpu"
+    net,
+    data,
+    recorder=None,
+    *,
+    precision="fp32",
+    lr=0.05,
+    before_step=None,
+    before_forward=None,
+    device="cpu",
+    keep=True,
 ):
-    """Train; returns losses, last gradients and parameters, as a flat list of tensors to compare bit for bit."""
+    """Train; returns losses, gradients and parameters, as a flat list of tensors to compare bit for bit.
+
+    Without ``keep`` nothing is kept on the way, so that memory can be measured.
+    """
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
     seen = []
     for iteration, microbatches in enumerate(data):
@@ -90,11 +102,13 @@ def train(
             if recorder is not None:
                 recorder.loss(loss)
             loss.backward()
-            seen.append(loss.detach().clone())
+            if keep:
+                seen.append(loss.detach().clone())
         if before_step is not None:
             before_step(iteration)
         optimizer.step()
-        seen += [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+        if keep:
+            seen += [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
         optimizer.zero_grad()
         if recorder is not None:
             recorder.step()

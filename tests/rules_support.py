@@ -43,7 +43,9 @@ def loss(value: float) -> dict[str, float]:
 
 
 def key(layer: str = "fc", tensor: str = "activation", microbatch: int = 0, phase: Phase = Phase.TRAIN) -> Key:
-    return Key(layer, tensor, microbatch=microbatch, phase=phase, stage=Stage.LOSS if tensor == "loss" else Stage.FORWARD)
+    return Key(
+        layer, tensor, microbatch=microbatch, phase=phase, stage=Stage.LOSS if tensor == "loss" else Stage.FORWARD
+    )
 
 
 def statistics_row(values: Mapping[str, float]) -> np.ndarray:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from flightrec.records import NO_MICROBATCH, TENSORS, Key, Phase, Stage
 from flightrec.ring.layout import QuantizedParts
@@ -188,6 +190,71 @@ def assert_untouched(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         assert not parameter._post_accumulate_grad_hooks
         assert not parameter._backward_hooks
+
+
+class Block(nn.Module):
+    """Norm, two products, an in-place activation and a residual."""
+
+    def __init__(self, width: int = 8, inplace: bool = True) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc1 = nn.Linear(width, 2 * width)
+        self.relu = nn.ReLU(inplace)
+        self.fc2 = nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.fc2(self.relu(self.fc1(self.norm(x).clone()))))
+
+
+class Net(nn.Module):
+    """Blocks, checkpointed or not, with a head."""
+
+    def __init__(self, mode: str = "none", width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width, inplace=mode != "selective") for _ in range(2))
+        self.head = nn.Linear(width, 3)
+        self.mode = mode
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            if self.mode == "none":
+                x = block(x)
+            elif self.mode == "selective":
+                x = checkpoint(block, x, use_reentrant=False, context_fn=save_products_and_clones)
+            else:
+                x = checkpoint(block, x, use_reentrant=self.mode == "reentrant")
+        return self.head(x)
+
+
+def save_products_and_clones():
+    """Selective checkpointing that also caches clones, which the tests' sink makes too."""
+    saved = {torch.ops.aten.addmm.default, torch.ops.aten.clone.default}
+
+    def policy(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
+
+
+def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def batches(count: int = 3, rows: int = 4, width: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(rows, width, generator=generator) for _ in range(count)]
+
+
+def run_once(model: nn.Module, sink: RecordingSink, loss_of, *inputs: torch.Tensor) -> Watch:
+    watch = Watch(model, sink)
+    with watch:
+        for x in inputs:
+            loss_of(model, x).backward()
+        watch.step()
+    return watch
 
 
 FORWARD, BACKWARD = Stage.FORWARD, Stage.BACKWARD

@@ -4,10 +4,10 @@ import math
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flightrec.config.document import MAX_TEXT_BYTES, parse
+from flightrec.config.document import MAX_TEXT_BYTES, dump, parse
 from flightrec.config.problems import InvalidConfigError, Problem
 
 
@@ -79,12 +79,33 @@ _DATA = st.recursive(
 )
 
 
+_AMBIGUOUS = [
+    "1e5",
+    "0o17",
+    "010",
+    "on",
+    "No",
+    "12:30",
+    "1_000",
+    "2024-01-01",
+    "<<",
+    "=",
+    "",
+    "~",
+    "null",
+    ".inf",
+    "-1.",
+]
+
+
 @given(st.dictionaries(st.text(min_size=1, max_size=8), _DATA, max_size=4))
-def test_whatever_pyyaml_writes_is_read_back(data):
-    """PyYAML quotes by YAML 1.1, so every text comes back as a text; floats keep their bits."""
-    document = parse(yaml.safe_dump(data), "f")
+@example({text: text for text in _AMBIGUOUS})
+@example({"a": [1e-5, 1e300, -0.0, math.inf, 12, None, True]})
+def test_what_is_dumped_is_read_back_here_and_by_any_reader_of_yaml_1_1(data):
+    document = parse(dump(data), "f")
     assert document.problems == ()
     assert document.data == data
+    assert yaml.safe_load(dump(data)) == data
 
 
 def test_positions_of_keys_and_values():

@@ -180,8 +180,7 @@ class WhereBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.faulty:
             return x * 1.5
-        positive = x > 0
-        return torch.where(positive, torch.sqrt(torch.relu(x)), 0)
+        return torch.where(x > 0, torch.sqrt(x), 0)
 
 
 @pytest.mark.parametrize("faulty", [True, False])

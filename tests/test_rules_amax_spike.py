@@ -158,17 +158,17 @@ def reference(rule: AmaxSpikeRule, series: dict[int, ReferenceSeries], amaxes: d
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_equals_a_plain_implementation(device, seed):
     generator = np.random.default_rng(seed)
-    num_series = 300 if seed < 2 else 6
+    num_series = 300 if seed < 1 else 6
     rule = AmaxSpikeRule(
         window=int(generator.integers(3, 9)), min_samples=3, min_numel=1, rearm=2,
-        confirm=int(1 if seed < 2 else generator.integers(1, 4)),
+        confirm=int(1 if seed < 1 else generator.integers(1, 4)),
     )  # fmt: skip
     run, series = Run([rule], device), {number: ReferenceSeries(rule) for number in range(num_series)}
     num_fired = num_watched = 0
-    for tick in range(40 if seed < 2 else 250):
+    for tick in range(30 if seed < 1 else 150):
         if tick and tick % 70 == 0:
             run.restart()
         records, amaxes = {}, {}
@@ -185,8 +185,8 @@ def test_equals_a_plain_implementation(device, seed):
         assert run.marked(verdict.fired) == {key(f"layer.{n}", microbatch=m) for n, m in fired}
         assert run.marked(verdict.watch) == {key(f"layer.{n}", microbatch=m) for n, m in watched}
         num_fired, num_watched = num_fired + len(fired), num_watched + len(watched)
-    assert num_fired > 5
-    assert num_watched > 10 or rule.confirm == 1
+    assert num_fired > 2
+    assert num_watched > 5 or rule.confirm == 1
 
 
 def test_sentence():

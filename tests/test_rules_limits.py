@@ -50,7 +50,9 @@ def test_reserve_is_for_faults():
     assert [write(limits, NONFINITE, tick) for tick in range(9)] == [True] * 8 + [False]
 
 
-@pytest.mark.parametrize(("limit", "reserve", "warnings"), [(1, None, 1), (2, None, 1), (4, None, 3), (4, 0, 4), (4, 3, 1)])
+@pytest.mark.parametrize(
+    ("limit", "reserve", "warnings"), [(1, None, 1), (2, None, 1), (4, None, 3), (4, 0, 4), (4, 3, 1)]
+)
 def test_small_limits(limit, reserve, warnings):
     limits = Limits(RULES, limit=limit, cooldown=0, reserve=reserve)
     assert sum(write(limits, LOSS, tick) for tick in range(10)) == warnings

@@ -154,19 +154,19 @@ class Reference:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_equals_a_plain_implementation(device, seed):
     generator = np.random.default_rng(seed)
     rule = LossJumpRule(
-        window=int(generator.integers(5, 40)), min_samples=5, rearm=int(generator.integers(1, 4)), sigma=3.0,
+        window=int(generator.integers(5, 40)), min_samples=5, rearm=int(generator.integers(1, 4)), sigma=2.5,
         direction=["up", "down", "both"][seed % 3], factor=None if seed % 2 else 1.5,
         consecutive=int(generator.integers(1, 3)),
     )  # fmt: skip
-    num_series, num_fired = 100, 0
+    num_series, num_fired = 60, 0
     run, references = Run([rule], device), [Reference(rule) for _ in range(num_series)]
     levels = generator.uniform(-2, 4, num_series)
-    for tick in range(120):
-        if tick == 60:
+    for tick in range(80):
+        if tick == 50:
             run.restart()
         records, expected = {}, set()
         for number in range(num_series if tick > 20 else num_series // 2):

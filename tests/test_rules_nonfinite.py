@@ -121,16 +121,17 @@ def test_min_samples_waits():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_equals_a_plain_implementation(device, seed):
     generator = np.random.default_rng(seed)
     rule = NonfiniteRule(rearm=int(generator.integers(1, 5)), allow=["-inf"] if seed % 2 else [])
     run = Run([rule], device)
-    num_series, num_microbatches = 400, 3
+    num_series, num_microbatches = 250, 3
     arming = [ReferenceArming(rule.rearm) for _ in range(num_series)]
-    for tick in range(25):
+    num_fired = 0
+    for tick in range(16):
         records, expected = {}, set()
-        if tick == 12:
+        if tick == 9:
             run.restart()
         for series in range(num_series if tick > 5 else num_series // 2):
             marked, sampled = set(), False
@@ -153,12 +154,16 @@ def test_equals_a_plain_implementation(device, seed):
         items = list(records.items())
         generator.shuffle(items)
         assert run.fired(dict(items)) == expected
+        num_fired += len(expected)
+    assert num_fired > 100
 
 
 def test_sentences():
     run = Run([NonfiniteRule(allow=["-inf"])])
 
-    def explain(values, record=key("fc", "output", 1)):
+    output = key("fc", "output", 1)
+
+    def explain(values, record=output):
         return run.evaluator.explain(0, record, 3.0, 0.0, statistics_row(values))
 
     assert explain(healthy(positive_inf_count=3, negative_inf_count=9)) == (

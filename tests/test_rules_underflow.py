@@ -22,7 +22,7 @@ def test_new_series_fires_at_nine_tenths(device):
     verdict = run.tick({key("a"): pair(0.55), key("b"): pair(0.9), key("c"): pair(1.0), key("d"): pair(0.899)})
     assert run.marked(verdict.fired) == {key("b"), key("c")}
     assert verdict.value[0, run.rows[key("b")]].item() == 0.9
-    assert verdict.threshold[0, run.rows[key("b")]].item() == 0.9
+    assert verdict.threshold[0, run.rows[key("b")]].item() == pytest.approx(0.9)
     assert verdict.hold.item()
 
 
@@ -59,16 +59,16 @@ def test_worst_microbatch_is_named():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_equals_a_plain_implementation(device, seed):
     generator = np.random.default_rng(seed)
     rule = UnderflowRule(window=int(generator.integers(4, 9)), min_samples=4, rearm=2)
-    num_series, num_ticks, num_fired = 250, 40, 0
+    num_series, num_ticks, num_fired = 150, 30, 0
     run = Run([rule], device)
     windows = [deque(maxlen=rule.window) for _ in range(num_series)]
     arming = [ReferenceArming(rule.rearm) for _ in range(num_series)]
     for tick in range(num_ticks):
-        if tick == 25:
+        if tick == 20:
             run.restart()
         records, expected = {}, set()
         for number in range(num_series if tick > 8 else num_series // 3):

@@ -156,6 +156,9 @@ def test_the_writer_has_its_own_session_low_priority_and_no_torch(tmp_path):
     assert client.wait_ready(60)
     assert os.getsid(client.pid) == client.pid
     assert os.getpriority(os.PRIO_PROCESS, client.pid) >= 5
+    if os.path.exists("/proc/self/autogroup"):
+        with open(f"/proc/{client.pid}/autogroup") as group:
+            assert group.read().endswith("nice 10\n")
     with open(f"/proc/{client.pid}/maps") as maps:
         assert "torch" not in maps.read()
     inherited = [os.readlink(f"/proc/{client.pid}/fd/{fd}") for fd in (0, 1, 2)]

@@ -28,7 +28,9 @@ from flightrec.records import (
     Stage,
     Statistic,
 )
-from flightrec.writer import launch, messages
+from flightrec.storage.read import Incident, open_incident
+from flightrec.writer import launch, messages, shared
+from flightrec.writer.assemble import Assembler
 from flightrec.writer.client import WriterClient
 from flightrec.writer.shared import Message
 
@@ -186,3 +188,35 @@ def incident_folders(directory: Path) -> list[Path]:
 
 def stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+class Writer:
+    """An ``Assembler`` without a process; has the part of ``WriterClient`` that sends."""
+
+    alive = True
+
+    def __init__(self, directory, quota=None, staging_bytes=1 << 20):
+        self.answers = []
+        self.staging = memoryview(bytearray(staging_bytes))
+        self.allocated = 0
+        self.assembler = Assembler(self.staging, lambda kind, header: self.answers.append(shared.Message(kind, header)))
+        self.send("start", {"directory": str(directory), "identity": identity(), "disk_quota_bytes": quota})
+
+    def send(self, kind, header, blobs=()):
+        self.assembler.handle(shared.decode(b"".join(shared.encode(kind, header, blobs))))
+        return True
+
+    def allocate(self, num_bytes):
+        offset, self.allocated = self.allocated, self.allocated + num_bytes
+        return offset
+
+    def kinds(self):
+        return [answer.kind for answer in self.answers]
+
+    def last(self, kind):
+        return [answer.header for answer in self.answers if answer.kind == kind][-1]
+
+
+def only_incident(directory: Path) -> Incident:
+    (folder,) = incident_folders(directory)
+    return open_incident(folder)

@@ -65,13 +65,14 @@ def _run(directory: Path, iterations: int, console: Console) -> bool:
         console.print("No incident was written for the NaN.", style="bold red")
         return False
 
-    _title(console, f"3. flightrec inspect {folder}")
+    _title(console, "3. What `flightrec inspect` says about the last one")
     story.tell(folder, console)
 
     _title(console, "4. The same tensors, with plain h5py")
     program = story.reading_program(folder, outcome.spoiled_layer)
     console.print(Syntax(program, "python", background_color="default", word_wrap=True))
-    console.print(story.run_program(program), end="")
+    console.print("Run in the incident's folder, this prints:")
+    console.print(story.run_program(program, folder), end="")
 
     _title(console, "5. Was it right?")
     right = story.is_blamed(outcome.incidents, outcome.spoiled_layer)

@@ -47,21 +47,26 @@ def _names_given_twice(triggers: Sequence[AnyRule]) -> Iterator[Problem]:
 
 def _rules_that_see_nothing(select: Sequence[Selection], triggers: Sequence[AnyRule]) -> Iterator[Problem]:
     for index, rule in enumerate(triggers):
-        if not isinstance(rule, DeviceRule) or ALWAYS_RECORDED & set(rule.tensors):
-            continue
-        recorded = {tensor for entry in select for tensor in entry.tensors}
-        phases = {phase for entry in select if set(entry.tensors) & set(rule.tensors) for phase in entry.phases}
-        if not recorded & set(rule.tensors):
-            yield Problem(
-                ("triggers", index, "tensors"),
-                f"the rule {rule.name} looks at {', '.join(rule.tensors)}, but select records only "
-                f"{', '.join(sorted(recorded))}; add one of them to select, with keep: [statistics] if the bytes do "
-                "not matter",
-            )
-        elif not phases & set(rule.phases):
-            wanted, there = (", ".join(sorted(phase.value for phase in some)) for some in (rule.phases, phases))
-            yield Problem(
-                ("triggers", index, "phases"),
-                f"the rule {rule.name} looks at the phases {wanted}, but select records its tensors only in {there}; "
-                "add one of them to select",
-            )
+        if (reason := blind_reason(select, rule)) is not None:
+            key, message = reason
+            yield Problem(("triggers", index, key), message)
+
+
+def blind_reason(select: Sequence[Selection], rule: AnyRule) -> tuple[str, str] | None:
+    """Why a rule can see nothing of what ``select`` records: the key to change and a message; None when it can."""
+    if not isinstance(rule, DeviceRule) or ALWAYS_RECORDED & set(rule.tensors):
+        return None
+    recorded = {tensor for entry in select for tensor in entry.tensors}
+    if not recorded & set(rule.tensors):
+        return "tensors", (
+            f"the rule {rule.name} looks at {', '.join(rule.tensors)}, but select records only "
+            f"{', '.join(sorted(recorded))}; add one of them to select, with keep: [statistics] if bytes do not matter"
+        )
+    phases = {phase for entry in select if set(entry.tensors) & set(rule.tensors) for phase in entry.phases}
+    if not phases & set(rule.phases):
+        wanted, there = (", ".join(sorted(phase.value for phase in some)) for some in (rule.phases, phases))
+        return "phases", (
+            f"the rule {rule.name} looks at the phases {wanted}, but select records its tensors only in {there}; "
+            "add one of them to select"
+        )
+    return None

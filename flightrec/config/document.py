@@ -1,4 +1,4 @@
-"""YAML text to plain data that remember where each key and value stood. Pure functions.
+"""YAML text to plain data that remember where each key and value stood, and back. Pure functions.
 
 YAML 1.2 words are used: only ``true`` and ``false`` are booleans (``on`` and ``no`` are texts), ``1e-5`` is a number,
 there are no dates and no sexagesimal numbers. Anchors, aliases and ``<<`` merges work; tags and duplicate keys do not.
@@ -30,6 +30,10 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 - PyYAML's own attribute
 
 
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper that quotes what YAML 1.1 or YAML 1.2 would not take for a text."""
+
+
 for _name, _expression, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -41,7 +45,13 @@ for _name, _expression, _first in (
     ),
     ("merge", r"<<", ["<"]),
 ):
-    _Loader.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_expression})$"), _first)
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_expression})$"), _first)
+
+
+def dump(data: Any) -> str:
+    """YAML text of plain data; ``parse`` reads it back, and so does a reader of YAML 1.1."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
 from pydantic import Field, PrivateAttr, ValidationError, field_validator, model_validator
 
-from flightrec.config.checks import cross_check
+from flightrec.config.checks import blind_reason, cross_check
+from flightrec.config.document import dump
 from flightrec.config.fields import ConfigModel, StrictInt
 from flightrec.config.problems import InvalidConfigError, problems_of
 from flightrec.config.rules import (
@@ -29,7 +29,7 @@ from flightrec.config.rules import (
     UnderflowRule,
     default_rules,
 )
-from flightrec.config.selection import ALWAYS_RECORDED, Matcher, Selection
+from flightrec.config.selection import Matcher, Selection
 from flightrec.config.sizes import MemoryLimit, OptionalSize, Share
 from flightrec.records import Phase
 
@@ -169,8 +169,7 @@ class Config(ConfigModel):
     def _complete_triggers(self) -> None:
         rules: list[AnyRule] = list(self.triggers)
         if "triggers" not in self.model_fields_set:
-            recorded = {name for entry in self.select for name in entry.tensors} | ALWAYS_RECORDED
-            rules = [rule for rule in rules if not isinstance(rule, DeviceRule) or recorded & set(rule.tensors)]
+            rules = [rule for rule in rules if blind_reason(self.select, rule) is None]
         if not any(isinstance(rule, ManualRule) for rule in rules):
             rules.append(ManualRule())
         cooldown = {"cooldown_iterations": self.incident.cooldown}
@@ -188,8 +187,7 @@ class Config(ConfigModel):
 
     def to_yaml(self) -> str:
         """All settings, defaults included, as YAML that ``load`` reads back to an equal configuration."""
-        data = self.model_dump(mode="json", by_alias=True)
-        return yaml.safe_dump(data, sort_keys=False, default_flow_style=None, allow_unicode=True, width=120)
+        return dump(self.model_dump(mode="json", by_alias=True))
 
     def matcher(self) -> Matcher:
         """A matcher of its own, with an empty cache, over ``select``."""

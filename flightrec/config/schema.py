@@ -14,7 +14,7 @@ FILE_NAME = "flightrec.schema.json"
 
 def schema() -> dict[str, Any]:
     """JSON Schema (2020-12) of a configuration file, with every key described."""
-    found = Config.model_json_schema(by_alias=True)
+    found: dict[str, Any] = _plain(Config.model_json_schema(by_alias=True))
     for definition in found.get("$defs", {}).values():
         if "const" in definition.get("properties", {}).get("kind", {}):
             definition["required"] = sorted({"kind", *definition.get("required", [])})
@@ -31,6 +31,22 @@ def schema() -> dict[str, Any]:
 def schema_text() -> str:
     """The schema as the file in ``configs/`` holds it."""
     return json.dumps(schema(), indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _plain(node: Any) -> Any:
+    """One spelling for what pydantic's versions write differently: the file must not depend on which one is there."""
+    if isinstance(node, (list, tuple)):
+        return [_plain(child) for child in node]
+    if isinstance(node, float) and node.is_integer():
+        return int(node)
+    if not isinstance(node, dict):
+        return node
+    plain = {key: _plain(child) for key, child in node.items()}
+    if len(plain.get("allOf", ())) == 1:
+        plain |= plain.pop("allOf")[0]
+    if plain.get("enum") == [plain.get("const")]:
+        del plain["enum"]
+    return plain
 
 
 def _without(section: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -55,6 +55,7 @@ class Selection(ConfigModel):
         default=frozenset({"high_precision", "quantized"}),
         description="Bytes to keep: the high-precision tensor, its quantized form, or `statistics` alone. Statistics "
         "are always kept.",
+        json_schema_extra={"default": ["high_precision", "quantized"]},  # a set has no order of its own
     )
     every: StrictInt = Field(default=1, ge=1, description="Record in every n-th iteration only.")
     phases: Phases = Field(

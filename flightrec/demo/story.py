@@ -19,15 +19,16 @@ from flightrec.reports.summary import summarize
 from flightrec.storage.read import Incident, open_incident
 
 _READING = """\
-import h5py, ml_dtypes, numpy
+import glob, h5py, ml_dtypes, numpy
 
-with h5py.File({file!r}, "r", locking=False) as file:
-    group = file[{group!r}]
-    x, codes, scale = group["high_precision"][()], group["data"][()], group["scale"][()]
+with h5py.File(glob.glob("*.tensors.h5")[0], "r", locking=False) as file:
+    group = file["{group}"]
+    x, codes = group["high_precision"][()], group["data"][()]
+    scale = group["scale"][()]
 
 decoded = codes.view(ml_dtypes.float8_e4m3fn).astype("float32") / scale
-lost = numpy.mean(decoded[x != 0] == 0)
-print(f"{{x.shape}}, largest {{numpy.abs(x).max():.3g}}, median {{numpy.median(numpy.abs(x)):.3g}}")
+lost, median = numpy.mean(decoded[x != 0] == 0), numpy.median(abs(x))
+print(f"{{x.shape}}, largest {{abs(x).max():.3g}}, median {{median:.3g}}")
 print(f"{{lost:.1%}} of the values that were not zero are zero in FP8")
 """
 
@@ -104,17 +105,21 @@ def _reading_program(incident: Incident, layer: str) -> str:
         counts = record.statistics
         finite = not (counts["nan_count"] or counts["positive_inf_count"] or counts["negative_inf_count"])
         if finite and not record.why_absent and incident.ranks[0].tensors_path:
-            return _READING.format(file=str(incident.ranks[0].tensors_path), group=record.path)
+            return _READING.format(group=record.path)
     raise IncidentError(f"{incident.path}: holds no finite activation of {layer}")
 
 
-def run_program(program: str) -> str:
+def run_program(program: str, folder: Path) -> str:
     """Run lines of Python in an interpreter of their own and give what they print.
+
+    Args:
+        program: what to run.
+        folder: the folder it stands in.
 
     Raises:
         IncidentError: they failed; the message is their last line.
     """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise IncidentError(f"reading with plain h5py failed: {(done.stderr.strip() or 'no message').splitlines()[-1]}")
     return done.stdout

@@ -137,8 +137,10 @@ def _keep(view: torch.Tensor | None, source: torch.Tensor) -> torch.Tensor:
     """Copy ``source`` to its place, and give back the contiguous copy: it is what the statistics read."""
     if view is None or not source.numel():
         return source
+    if view.dtype == source.dtype:
+        return view.copy_(source)
     view.copy_(as_bits(source))
-    return view if view.dtype == source.dtype else view.view(source.dtype)
+    return view.view(source.dtype)
 
 
 def statistics(
@@ -203,14 +205,16 @@ def _prepare_codes(
         return None
     flat = _flat(codes, valid_rows).view(torch.uint8).numpy()
     result = _Codes(flat, code_format, len(flat) * (2 if code_format.packed else 1))
-    if plan.pairs and x is not None and plan.scale >= 0:
+    if plan.pairs and x is not None and plan.unscaled:
+        result.factor = 1.0
+    elif plan.pairs and x is not None and plan.scale >= 0:
         result.multiply = plan.multiply_to_decode
         values = reference.scale_values(parts[plan.scale].detach(), plan)
         if values.numel() == 1:
             result.factor = float(values.numpy().reshape(-1)[0])
         else:
             shape = (*codes.shape[:-1], codes.shape[-1] * 2) if code_format.packed else codes.shape
-            result.repeat = _run_length(values.shape, shape)
+            result.repeat = _run_length(values.shape, shape, plan.block_shape)
             if result.repeat == 1:
                 expanded = reference.expand_scale(values, shape, plan.block_shape)
                 if expanded is None:
@@ -220,12 +224,13 @@ def _prepare_codes(
     return result
 
 
-def _run_length(scale_shape: torch.Size, shape: Sequence[int]) -> int:
+def _run_length(scale_shape: torch.Size, shape: Sequence[int], block_shape: Sequence[int]) -> int:
     """Consecutive elements that share a scale (a row, or a block within one), 1 if blocks do not pave it so."""
     if len(scale_shape) != len(shape) or tuple(scale_shape[:-1]) != tuple(shape[:-1]) or not scale_shape[-1]:
         return 1
     length, rest = divmod(shape[-1], scale_shape[-1])
-    return length if not rest and length and BLOCK % length == 0 else 1
+    told = len(block_shape) != len(shape) or scale_shape[-1] == 1 or block_shape[-1] == length
+    return length if told and not rest and length and BLOCK % length == 0 else 1
 
 
 def _blocks(row: list[float], flat: torch.Tensor, codes: _Codes | None) -> bool:
@@ -242,7 +247,7 @@ def _blocks(row: list[float], flat: torch.Tensor, codes: _Codes | None) -> bool:
         else:
             scratch.floats[: stop - start].copy_(flat[start:stop])
             block = scratch.floats_np[: stop - start]
-        peak = max(float(block.max()), -float(block.min()))
+        peak = max(float(np.maximum.reduce(block)), -float(np.minimum.reduce(block)))
         if not peak < math.inf:  # a NaN compares as False
             return False
         amax = max(amax, peak)
@@ -264,10 +269,10 @@ def _total(block: _Array, peak: float) -> float:
     """Sum of a finite float32 block."""
     count = len(block)
     if count <= _SMALL or peak > _HUGE:
-        return float(block.sum(dtype=np.float64))
+        return float(np.add.reduce(block, dtype=np.float64))
     whole = count - count % _WIDTH
-    total = float(np.matmul(block[:whole].reshape(-1, 1, _WIDTH), _ONES).sum(dtype=np.float64))
-    return total + float(block[whole:].sum())
+    rows = np.matmul(block[:whole].reshape(-1, 1, _WIDTH), _ONES)
+    return float(np.add.reduce(rows.ravel(), dtype=np.float64)) + float(np.add.reduce(block[whole:]))
 
 
 def _squares(block: _Array, peak: float) -> float:
@@ -278,7 +283,7 @@ def _squares(block: _Array, peak: float) -> float:
         return float(np.add.reduce(wide * wide))
     whole, rest = count - count % _WIDTH, block[count - count % _WIDTH :]
     rows = np.matmul(block[:whole].reshape(-1, 1, _WIDTH), block[:whole].reshape(-1, _WIDTH, 1))
-    return float(rows.sum(dtype=np.float64)) + float(np.dot(rest, rest))
+    return float(np.add.reduce(rows.ravel(), dtype=np.float64)) + float(np.dot(rest, rest))
 
 
 def _pair_block(codes: _Codes, block: _Array, zeros: _Array, peak: float, start: int, stop: int) -> bool:
@@ -331,7 +336,7 @@ def _count_codes(codes: _Codes, bits: _Array) -> _Array:
     code_format, count = codes.code_format, len(bits)
     mask = _scratch.mask[:count]
     magnitudes = np.bitwise_and(bits, code_format.magnitude_mask, out=_scratch.magnitudes[:count])
-    top = int(magnitudes.max())
+    top = int(np.maximum.reduce(magnitudes))
 
     def matching(values: _Array, value: int) -> int:
         return int(np.count_nonzero(np.equal(values, value, out=mask)))

@@ -20,7 +20,8 @@ class CapturePlan:
         codes: the codes that the ``QUANTIZED_`` statistics describe.
         format: their element format.
         pairs: they are the high-precision tensor quantized element by element.
-        scale: the scale that decodes them.
+        scale: the scale that decodes them; without one there is no squared error, unless ``unscaled``.
+        unscaled: the codes' own values are the dequantized ones.
         multiply_to_decode: the scale's direction; False divides.
         block_shape: elements that share a scale, one entry a dimension; empty for the ratio of the shapes.
         scales: (position, element format) of every scale component.
@@ -30,6 +31,7 @@ class CapturePlan:
     format: str = ""
     pairs: bool = False
     scale: int = -1
+    unscaled: bool = False
     multiply_to_decode: bool = True
     block_shape: tuple[int, ...] = ()
     scales: tuple[tuple[int, str], ...] = ()

@@ -147,7 +147,7 @@ def _high_precision(x: torch.Tensor, valid_rows: int | torch.Tensor | None) -> _
         low, high = torch.aminmax(finite)
         nonfinite = sum(values[c] for c in (Statistic.NAN_COUNT, *_INFINITIES))
         some = values[Statistic.NUMEL] > nonfinite
-        amax = torch.maximum(-low, high).to(torch.float64)
+        amax = torch.maximum(-low, high).abs().to(torch.float64)  # abs: the maximum of zeros may be -0.0
         values[Statistic.AMAX] = torch.where(some, amax, math.nan)
     return values
 
@@ -190,6 +190,8 @@ def _pair(
     x, decoded, zero = (_valid_region(t, valid_rows, _num_rows(x))[0] for t in (x, decoded, zero))
     x = x.reshape(decoded.shape)
     values: _Values = {Statistic.UNDERFLOW_COUNT: (zero & (x != 0) & torch.isfinite(x)).sum()}
+    if scale is None and not plan.unscaled:
+        return values
     if scale is not None:
         full_shape = (codes.shape[0], *decoded.shape[1:]) if decoded.dim() else decoded.shape
         factor = expand_scale(scale_values(scale, plan), full_shape, plan.block_shape)
@@ -213,8 +215,8 @@ def scale_values(scale: torch.Tensor, plan: CapturePlan) -> torch.Tensor:
 def expand_scale(scale: torch.Tensor, shape: Sequence[int], block_shape: Sequence[int]) -> torch.Tensor | None:
     """``scale`` in a shape that broadcasts against ``shape``, or None when the shapes do not tell how.
 
-    One value for all, one a row or column (size-1 dimensions), or one a block: then a block's extent is the ratio of
-    the shapes, or ``block_shape`` where the last block is not full.
+    One value for all, one a row or column (size-1 dimensions), or one a block: then a block's extent is
+    ``block_shape``'s, if that covers the tensor (the last block need not be full), or the ratio of the shapes.
     """
     if scale.numel() == 1:
         return scale.reshape(())
@@ -224,10 +226,10 @@ def expand_scale(scale: torch.Tensor, shape: Sequence[int], block_shape: Sequenc
     for at, (size, count) in enumerate(zip(shape, scale.shape, strict=True)):
         if count in (1, size):
             blocks.append(1)
-        elif count and size % count == 0:
-            blocks.append(size // count)
         elif at < len(block_shape) and block_shape[at] * count >= size:
             blocks.append(block_shape[at])
+        elif count and size % count == 0:
+            blocks.append(size // count)
         else:
             return None
     if all(block == 1 for block in blocks):

@@ -118,10 +118,12 @@ def sparkline(values: Sequence[Any], width: int = 60) -> str:
     return "".join(_BARS[round((v - low) / step)] if isinstance(v, (int, float)) else "!" for v in shown)
 
 
-def _line(console: Console, text: str, style: str = "", indent: int = 2) -> None:
-    for part in Text(text, style=style).wrap(console, console.width - indent):
+def _line(console: Console, text: str | Text, style: str = "", indent: int = 2, hanging: int = 0) -> None:
+    """Print a text wrapped and indented; lines after the first by ``hanging`` more."""
+    content = Text(text, style=style) if isinstance(text, str) else text
+    for place, part in enumerate(content.wrap(console, console.width - indent - hanging)):
         part.rstrip()
-        console.print(Text(" " * indent).append_text(part))
+        console.print(Text(" " * (indent + (hanging if place else 0))).append_text(part))
 
 
 def _title(console: Console, text: str, note: str = "") -> None:
@@ -150,19 +152,17 @@ def _fired(document: Mapping[str, Any], console: Console) -> None:
     firings = document["firings"]
     _title(console, "What fired", f"{len(firings)} in all" if len(firings) > 1 else "")
     trigger = document["trigger"]
-    ordered = [trigger, *(firing for firing in firings if firing != trigger)]
-    for firing in ordered[:NUM_FIRINGS]:
-        style = _SEVERITY_STYLE.get(firing["severity"], "")
-        console.print(
-            Text.assemble(
-                "  ",
-                (f"{firing['severity']:<8}", style),
-                (clean(firing["rule"]), "bold"),
-                f" in iteration {firing['iteration']}",
-            )
-        )
-        _line(console, clean(firing["message"]), indent=10)
-    _more(console, len(ordered) - NUM_FIRINGS, "firing")
+    # The trigger first; what else the same rule found in the same iteration is one fault seen many times.
+    groups: dict[tuple[str, str, int], list[Row]] = {}
+    for firing in [trigger, *(firing for firing in firings if firing != trigger)]:
+        groups.setdefault((firing["severity"], firing["rule"], firing["iteration"]), []).append(firing)
+    for (severity, rule, iteration), group in list(groups.items())[:NUM_FIRINGS]:
+        style = _SEVERITY_STYLE.get(severity, "")
+        others = f" and on {len(group) - 1} more" if len(group) > 1 else ""
+        where = f" in iteration {iteration} on {key_name(group[0]['key'])}{others}"
+        _line(console, Text.assemble((f"{severity:<8}", style), (clean(rule), "bold"), where), hanging=8)
+        _line(console, clean(group[0]["message"]), indent=10)
+    _more(console, len(groups) - NUM_FIRINGS, "rule and iteration", "rules and iterations")
 
 
 def _began(findings: Sequence[Row], console: Console) -> None:
@@ -186,27 +186,30 @@ def _began(findings: Sequence[Row], console: Console) -> None:
 
 
 def _way(steps: Sequence[Row], console: Console) -> None:
-    _title(console, "Its way through the layers", f"iteration {steps[0]['iteration']}" if steps else "")
+    _title(console, "Its way through the layers")
     if not steps:
-        _line(console, "no record of that iteration shows it")
+        _line(console, "no recorded tensor shows it")
         return
-    _line(console, f"{'':<9}{'layer and tensor':<38}{'amax':>9}{'NaN, Inf':>10}{'underflow':>11}", "dim", indent=1)
-    groups = itertools.groupby(steps, key=lambda step: (step["key"]["microbatch"], step["key"]["stage"]))
-    for place, ((_, stage), members) in enumerate(groups):
-        group = list(members)
-        limit = NUM_LATER_STEPS if place else NUM_FIRST_STEPS
-        for step in group[:limit]:
-            _line(console, _step(stage, step), "bold" if step is steps[0] else "", indent=1)
-        if len(group) > limit:
-            last = shorten(key_name(group[-1]["key"]), 38)
-            _line(console, f"{'':<9}... and {len(group) - limit} more, the last: {last}", indent=1)
+    _line(console, f"{'':<11}{_COLUMNS_HEAD}", "dim", indent=1)
+    for iteration, members in itertools.groupby(steps, key=lambda step: step["iteration"]):
+        _line(console, f"iteration {iteration}", "dim", indent=1)
+        groups = itertools.groupby(members, key=lambda step: (step["key"]["microbatch"], step["key"]["stage"]))
+        for place, ((_, stage), found) in enumerate(groups):
+            group = list(found)
+            limit = NUM_LATER_STEPS if place else NUM_FIRST_STEPS
+            for step in group[:limit]:
+                _line(console, f"{stage:<11}{_columns(step)}", "bold" if step is steps[0] else "", indent=1)
+            if len(group) > limit:
+                last = shorten(key_name(group[-1]["key"]), 38)
+                _line(console, f"{'':<11}... and {len(group) - limit} more, the last: {last}", indent=1)
 
 
-def _step(stage: str, step: Row) -> str:
-    name = shorten(key_name(step["key"]), 37)
-    return (
-        f"{stage:<9}{name:<38}{number(step['amax']):>9}{_nonfinite(step):>10}{share(step['underflow_share']):>11}"
-    ).rstrip()
+_COLUMNS_HEAD = f"{'layer and tensor':<37}{'amax':>9}{'NaN, Inf':>9}{'underflow':>11}"
+
+
+def _columns(row: Row, mark: str = "") -> str:
+    name = shorten(key_name(row["key"]), 36 - len(mark)) + mark
+    return f"{name:<37}{number(row['amax']):>9}{_nonfinite(row):>9}{share(row['underflow_share']):>11}"
 
 
 def _nonfinite(row: Row) -> str:
@@ -231,11 +234,10 @@ def _around(rows: Sequence[Row], console: Console) -> None:
         name = f"{row['iteration']}{' <' if marked else ''}"
         _line(console, f"{name:<15}{_statistics(row)}", "bold" if marked else "", indent=1)
     console.print()
-    _line(console, f"recorded just before and after, in iteration {at}", "dim", indent=1)
+    _line(console, f"recorded just before and after it, in iteration {at}", "dim", indent=1)
     for row in beside:
         marked = row["key"] == blamed
-        _line(console, shorten(key_name(row["key"]), 70) + (" <" if marked else ""), "bold" if marked else "", indent=1)
-        _line(console, f"{'':<15}{_statistics(row)}", indent=1)
+        _line(console, f"{'':<11}{_columns(row, ' <' if marked else '')}", "bold" if marked else "", indent=1)
 
 
 def _statistics(row: Row) -> str:

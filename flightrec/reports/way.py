@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from numpy.lib.recfunctions import repack_fields
 
 from flightrec.analysis.blame import Finding
 from flightrec.errors import IncidentError
@@ -65,10 +66,10 @@ def _derive(table: npt.NDArray[np.void]) -> _Columns:
 
 
 def steps(incident: Incident, findings: Sequence[Finding]) -> Iterator[dict[str, Any]]:
-    """Give the records of the blamed iteration that show the fault, in blame order.
+    """Give the records that show the fault, in blame order, of the blamed iteration and of the trigger's.
 
     A record shows it when it holds NaN or Inf, when a rule fired on it, or when its amax or its underflow left what
-    the same tensor had in the earliest iteration of the incident (see the constants of this module).
+    the same tensor had in the earliest iteration before the blamed one (see the constants of this module).
 
     Args:
         incident: an open one.
@@ -79,21 +80,24 @@ def steps(incident: Incident, findings: Sequence[Finding]) -> Iterator[dict[str,
     """
     if not findings:
         return
-    first = findings[0]
+    first, trigger = findings[0], incident.trigger
     rank = _rank(incident, first.rank)
     with files.reading(rank.facts_path, "/records"):
         table = rank.records
         columns = _derive(table)
-        here = np.flatnonzero((table["attempt"] == first.attempt) & (table["iteration"] == first.iteration))
-        before = _earlier(table, first.attempt, first.iteration)
+        # Repacked: rows of a selection of columns would carry the bytes of all the others along.
+        keys = [key.tobytes() for key in repack_fields(table[_KEY_COLUMNS])]
+        before = _earlier(table, keys, first.attempt, first.iteration)
         rules = _rules(findings, rank)
-        num_microbatches = rank.num_microbatches.get((first.attempt, first.iteration), 0)
-        keyed = [(rank.key(table[row]), int(row)) for row in here]
-        keyed.sort(key=lambda pair: pair[0].blame_order(int(table["sequence"][pair[1]]), num_microbatches))
-        for key, row in keyed:
-            reasons = _reasons(columns, row, before.get(table[row][_KEY_COLUMNS].tobytes()), rules.get(row, []))
-            if reasons:
-                yield {**_row(rank, table, columns, row, key), "reasons": reasons}
+        for attempt, iteration in sorted({(first.attempt, first.iteration), (trigger.attempt, trigger.iteration)}):
+            num_microbatches = rank.num_microbatches.get((attempt, iteration), 0)
+            here = np.flatnonzero((table["attempt"] == attempt) & (table["iteration"] == iteration))
+            keyed = [(rank.key(table[row]), int(row)) for row in here]
+            keyed.sort(key=lambda pair: pair[0].blame_order(int(table["sequence"][pair[1]]), num_microbatches))
+            for key, row in keyed:
+                reasons = _reasons(columns, row, before.get(keys[row]), rules.get(row, []))
+                if reasons:
+                    yield {**_row(rank, table, columns, row, key), "reasons": reasons}
 
 
 def around(incident: Incident, findings: Sequence[Finding]) -> Iterator[dict[str, Any]]:
@@ -129,12 +133,12 @@ def _rank(incident: Incident, number: int) -> Rank:
     return found
 
 
-def _earlier(table: npt.NDArray[np.void], attempt: int, iteration: int) -> dict[bytes, int]:
-    """Key columns -> row of the earliest iteration of the same attempt that has the key, before the given one."""
+def _earlier(table: npt.NDArray[np.void], keys: Sequence[bytes], attempt: int, iteration: int) -> dict[bytes, int]:
+    """Key -> row of the earliest iteration of the same attempt that has the key, before the given one."""
     rows = np.flatnonzero((table["attempt"] == attempt) & (table["iteration"] < iteration))
     found: dict[bytes, int] = {}
     for row in rows[np.argsort(table["iteration"][rows], kind="stable")]:
-        found.setdefault(table[row][_KEY_COLUMNS].tobytes(), int(row))
+        found.setdefault(keys[row], int(row))
     return found
 
 

@@ -89,6 +89,7 @@ def build_plan(high_precision: torch.Tensor | None, quantized: QuantizedParts | 
         format="" if codes is None else quantized.format(codes),
         pairs=codes is not None and codes == quantized.pair_codes and _can_pair(high_precision, quantized, codes),
         scale=-1 if scale is None else names.index(scale),
+        unscaled=quantized.info.scale_direction == "none",
         multiply_to_decode=quantized.info.scale_direction != "multiply_to_encode",
         block_shape=quantized.info.block_shape,
         scales=tuple((at, quantized.format(name)) for at, name in enumerate(names) if "scale" in name),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,15 +66,16 @@ class Registry:
         segments: Segments,
         statistics: StatisticsMatrix,
         on_layout: Callable[[RecordLayout], None] | None,
+        allocating: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.segments, self.statistics = segments, statistics
         self.entries: dict[Key, Entry] = {}
         self.layouts: list[RecordLayout] = []
         self.quantizers: list[QuantizerInfo] = []
         self.dropped: dict[Group, str] = {}
-        self.on_layout = on_layout
+        self._on_layout, self._num_announced = on_layout, 0
         self.shares_places = False
-        self._device = device
+        self._device, self._allocating = device, allocating
         self._quantizer_ids: dict[str, int] = {}
         self._shared_places: dict[Key, list[Place]] = {}
 
@@ -112,8 +114,17 @@ class Registry:
         )
         placed = entry.placed.get(signature)
         if placed is None:
-            placed = entry.placed[signature] = self._register(entry, high_precision, quantized, keep, left_out)
+            with self._allocating():
+                placed = entry.placed[signature] = self._register(entry, high_precision, quantized, keep, left_out)
+            self.announce()
         return placed
+
+    def announce(self) -> None:
+        """Tell ``on_layout`` of the layouts that it does not know yet."""
+        while self._num_announced < len(self.layouts):
+            self._num_announced += 1
+            if self._on_layout is not None:
+                self._on_layout(self.layouts[self._num_announced - 1])
 
     def quantizer_id(self, info: QuantizerInfo) -> int:
         """Dense number of this metadata."""
@@ -124,7 +135,8 @@ class Registry:
         return number
 
     def _add(self, key: Key) -> Entry:
-        entry = self.entries[key] = Entry(key, self.statistics.add_row())
+        with self._allocating():
+            entry = self.entries[key] = Entry(key, self.statistics.add_row())
         if self.shares_places:
             entry.places = self._places_of_all_microbatches(key)
         return entry
@@ -186,7 +198,7 @@ class Registry:
         )
         if not foreign:
             placed.destination = self._bind(placed)
-        self._announce(layout)
+        self.layouts.append(layout)
         return placed
 
     def _foreign(self, tensors: list[torch.Tensor]) -> str:
@@ -226,11 +238,6 @@ class Registry:
             stamp=stamps,
         )
 
-    def _announce(self, layout: RecordLayout) -> None:
-        self.layouts.append(layout)
-        if self.on_layout is not None:
-            self.on_layout(layout)
-
     # -- at the end of the first iteration
 
     def resize(self, num_slots: int) -> None:
@@ -266,7 +273,7 @@ class Registry:
                     old = placed.layout.layout_id
                     placed.layout = self._moved(placed.layout, place, entry.reason)
                     changed[old] = placed.layout.layout_id
-                    self._announce(placed.layout)
+                    self.layouts.append(placed.layout)
             # Signatures whose bytes were left out for this tick alone must find a place the next time they come.
             if place is None and entry.group not in self.dropped:
                 entry.placed.clear()

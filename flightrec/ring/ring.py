@@ -87,13 +87,17 @@ class Ring:
         self._policy, self._microbatches = on_out_of_memory, microbatches
         self._asked = (iterations, microbatches)
         memory_bytes = default_memory_bytes(self.device) if memory_bytes is None else memory_bytes
+        self._streams = Streams(self.device)
         self._registry = Registry(
-            self.device, Segments(self.device, 1, memory_bytes), StatisticsMatrix(self.device, 2), on_layout
+            self.device,
+            Segments(self.device, 1, memory_bytes),
+            StatisticsMatrix(self.device, 2),
+            on_layout,
+            self._streams.allocating,
         )
-        self.slots = SlotTable(self.device, 1, iterations=iterations, after=after, first_tick=0)
+        self._new_slot_table(1, 0)
         self._num_microbatches: int | None = None  # known once committed
         self._capture = ops.choose(self.device)
-        self._streams = Streams(self.device)
         self._lock = threading.RLock()
         self._tick = -1
         self._indexes: dict[int, IterationIndex] = {}
@@ -139,17 +143,17 @@ class Ring:
             the record's layout.
         """
         parts = () if quantized is None else tuple(quantized.components.values())
-        with self._lock, torch.no_grad():
-            assert self._tick >= 0, "begin() comes first"
-            entry = self._registry.claim(key, self._tick)
-            placed = self._registry.find(entry, high_precision, quantized, keep, self._left_out(key))
-            self._layout_ids.append(placed.layout.layout_id)
-            slot, tick = self.slots.table_entry(self._tick), self.slots.tick_entry(self._tick)
-            self._streams.enter()
-        if placed.destination is not None:
-            if isinstance(valid_rows, torch.Tensor) and valid_rows.device != self.device:
-                valid_rows = int(valid_rows.numpy().reshape(-1)[0]) if valid_rows.device.type == "cpu" else None
-            with torch.no_grad():
+        with torch.no_grad():
+            with self._lock:
+                assert self._tick >= 0, "begin() comes first"
+                entry = self._registry.claim(key, self._tick)
+                placed = self._registry.find(entry, high_precision, quantized, keep, self._left_out(key))
+                self._layout_ids.append(placed.layout.layout_id)
+                slot, tick = self.slots.table_entry(self._tick), self.slots.tick_entry(self._tick)
+                self._streams.enter()
+            if placed.destination is not None:
+                if isinstance(valid_rows, torch.Tensor) and valid_rows.device != self.device:
+                    valid_rows = int(valid_rows.numpy().reshape(-1)[0]) if valid_rows.device.type == "cpu" else None
                 self._capture(placed.plan, placed.destination, high_precision, parts, slot, tick, valid_rows)
         return placed.layout
 
@@ -219,12 +223,15 @@ class Ring:
         with self._lock, torch.inference_mode(False), torch.no_grad():
             if self.committed:
                 return
-            self._streams.join()
             keys = self._registry.entries
-            self._num_microbatches = 1 + max((key.microbatch for key in keys), default=0)
+            self._num_microbatches = 1 + max((key.microbatch for key in keys if key.microbatch >= 0), default=0)
             budget_bytes = self._registry.segments.memory_bytes
-            while not self._try_commit(budget_bytes):
-                budget_bytes //= 2
+            self._streams.join()
+            with self._streams.allocating():
+                while not self._try_commit(budget_bytes):
+                    budget_bytes //= 2
+                    self._registry.segments.memory_bytes = budget_bytes  # what was refused is not asked for again
+            self._registry.announce()
             self.committed = True
 
     def _try_commit(self, budget_bytes: int) -> bool:
@@ -282,9 +289,10 @@ class Ring:
         return sizes
 
     def _new_slot_table(self, num_slots: int, first_tick: int) -> None:
-        self.slots = SlotTable(
-            self.device, num_slots, iterations=self.iterations, after=self._after, first_tick=first_tick
-        )
+        with self._streams.allocating():
+            self.slots = SlotTable(
+                self.device, num_slots, iterations=self.iterations, after=self._after, first_tick=first_tick
+            )
 
     def _left_out(self, key: Key) -> str:
         return "" if self._microbatches == "all" else self._left_out_by(self._microbatches, key)

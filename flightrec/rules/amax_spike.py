@@ -32,6 +32,7 @@ class AmaxSpike(DeviceRule):
         self._min_samples = max(1, config.min_samples)
         self._min_numel = config.min_numel
         self._confirm = config.confirm
+        self._zero = torch.zeros((), dtype=torch.float64, device=state.device)
         self._window = state.declare_window("amax", config.window)
         state.declare("run", dtype=torch.int32)  # samples in a row with an excess
         state.declare("pending", dtype=torch.float64)  # the largest of an unconfirmed run
@@ -40,33 +41,29 @@ class AmaxSpike(DeviceRule):
         """Judge one tick; see the class."""
         amax = samples.column(Statistic.AMAX)
         usable = (amax > 0) & (samples.column(Statistic.NUMEL) >= self._min_numel) & samples.present
-        value = torch.where(usable, amax, 0.0)
+        value = torch.where(usable, amax, self._zero)
         sample = value.amax(1)
         sampled = sample > 0
         threshold = self._threshold(samples)
         excess = sample > threshold  # NaN: no history, silent
-        confirmed = self._confirmed(samples, sampled, excess)
-        rows = value > threshold[:, None]
-        self._remember(sample, sampled, excess, confirmed, samples.tables.feeds)
-        return Judgement(sampled, confirmed, rows, value, threshold, watch=excess & ~confirmed)
+        confirmed = self._confirmed(samples, excess, calm=sampled ^ excess)
+        unconfirmed = excess ^ confirmed
+        self._remember(samples, sample, confirmed, enters=sampled ^ unconfirmed)
+        return Judgement(sampled, confirmed, value > threshold[:, None], value, threshold, watch=unconfirmed)
 
     def _threshold(self, samples: Samples) -> Tensor:
-        known = self._window.count >= self._min_samples
-        own = torch.where(known, self._window.maximum() * self._factor, torch.nan)
-        return twinned(own, samples.tables)
+        own = self._window.maximum().mul_(self._factor)
+        return twinned(own.masked_fill_(self._window.count < self._min_samples, torch.nan), samples.tables)
 
-    def _confirmed(self, samples: Samples, sampled: Tensor, excess: Tensor) -> Tensor:
-        run = self.state["run"]
-        run.add_(excess).masked_fill_(sampled & ~excess, 0).clamp_(max=self._confirm)
-        in_a_row = run >= self._confirm
-        return excess & (in_a_row | (samples.tables.num_tensors(excess) >= self._confirm))
+    def _confirmed(self, samples: Samples, excess: Tensor, calm: Tensor) -> Tensor:
+        run = self.state["run"].add_(excess).masked_fill_(calm, 0)
+        return excess & ((run >= self._confirm) | (samples.tables.num_tensors(excess) >= self._confirm))
 
-    def _remember(self, sample: Tensor, sampled: Tensor, excess: Tensor, confirmed: Tensor, feeds: Tensor) -> None:
+    def _remember(self, samples: Samples, sample: Tensor, confirmed: Tensor, enters: Tensor) -> None:
         pending = self.state["pending"]
-        largest = torch.maximum(sample, torch.where(confirmed, pending, 0.0))
-        self._window.push(largest, sampled & feeds & (confirmed | ~excess))
-        held = torch.where(excess & ~confirmed, torch.maximum(pending, sample), 0.0)
-        pending.copy_(torch.where(sampled, held, pending))
+        largest = torch.maximum(pending, sample)  # without a sample: what was pending
+        self._window.push(torch.where(confirmed, largest, sample), samples.tables.feeding(enters))
+        pending.copy_(largest).masked_fill_(enters, 0.0)
 
     def explain(self, key: Key, value: float, threshold: float, statistics: Mapping[Statistic, float]) -> str:
         """One sentence: amax, the window's maximum, their ratio and the factor allowed."""

@@ -111,9 +111,9 @@ class Verdict:
 
     def _thresholds(self, part: _RulePart) -> Tensor:
         threshold = part.judgement.threshold
-        if isinstance(threshold, Tensor):
-            return part.numbers(threshold[:, None])
-        return torch.where(part.tables.row_is_seen, threshold, torch.nan).to(torch.float64)
+        if not isinstance(threshold, Tensor):
+            threshold = torch.full((part.tables.shape[0],), threshold, dtype=torch.float64, device=self._device)
+        return part.numbers(threshold[:, None])
 
     def _matrix(self, name: str, row: Callable[[_RulePart], Tensor | None], blank: float) -> Tensor:
         if name not in self._matrices:
@@ -166,7 +166,9 @@ class _Runner:
             self._recall(known)
         tables = self.index.tables(statistics.shape[0])
         gathered = statistics.index_select(0, tables.rows).view(*tables.shape, -1)
-        present = valid.index_select(0, tables.rows).view(tables.shape) & tables.real
+        present = valid.index_select(0, tables.rows).view(tables.shape)
+        if tables.real is not None:
+            present &= tables.real
         judgement = self.rule.judge(Samples(gathered, present, tables))
         fires = self._arming.fire(judgement.sampled, judgement.faulty)
         watches = None

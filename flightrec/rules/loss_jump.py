@@ -40,6 +40,7 @@ class LossJump(DeviceRule):
         self._direction = config.direction
         self._consecutive = config.consecutive
         self._min_samples = config.min_samples
+        self._zero = torch.zeros((), dtype=torch.float64, device=state.device)
         self._window = state.declare_window("value", config.window)
         state.declare("run", dtype=torch.int32)  # samples in a row beyond the range, negative below it
 
@@ -51,15 +52,14 @@ class LossJump(DeviceRule):
     def judge(self, samples: Samples) -> Judgement:
         """Judge one tick; see the class."""
         per_row, used = self._losses(samples)
-        loss = torch.where(used, per_row, 0.0).sum(1) / used.sum(1)  # NaN: none, or not finite
-        sampled = loss.isfinite()
+        loss = torch.where(used, per_row, self._zero).sum(1) / used.sum(1)  # NaN: none, or not finite
+        sampled = loss.abs() < torch.inf
         mean, above, below = self._range(samples)
         low, high = mean - below, mean + above
         beyond = self._beyond(loss, low, high)
-        far = self._run(sampled, beyond)
-        faulty = far.abs() >= self._consecutive
-        entering = torch.where(low.isnan(), loss, loss.clamp(low, high))
-        self._window.push(entering, sampled & samples.tables.feeds)
+        faulty = beyond != 0 if self._consecutive == 1 else self._run(sampled, beyond).abs() >= self._consecutive
+        entering = torch.fmin(torch.fmax(loss, low), high)  # without a range, NaN, as it is
+        self._window.push(entering, samples.tables.feeding(sampled))
         threshold = self._threshold(loss, mean, low, high)
         rows = self._furthest(per_row - mean[:, None], used, beyond)
         return Judgement(sampled, faulty, rows, loss[:, None], threshold)
@@ -69,7 +69,7 @@ class LossJump(DeviceRule):
         column = samples.column
         not_finite = column(Statistic.NAN_COUNT) + column(Statistic.POSITIVE_INF_COUNT)
         not_finite = not_finite + column(Statistic.NEGATIVE_INF_COUNT)
-        per_row = column(Statistic.SUM) / torch.where(not_finite == 0, column(Statistic.NUMEL), torch.nan)
+        per_row = (column(Statistic.SUM) / column(Statistic.NUMEL)).masked_fill_(not_finite > 0, torch.nan)
         whole = samples.present & samples.tables.whole
         used = torch.where(whole.any(1, keepdim=True), whole, samples.present)
         return per_row, used
@@ -78,22 +78,20 @@ class LossJump(DeviceRule):
         """Mean of the window and the distances still normal above and below it; NaN distances without a history."""
         mean, std = self._window.mean_and_std()
         size = mean.abs()
-        above = torch.maximum(std, size * MINIMUM_DEVIATION) * self._sigma
+        above = torch.maximum(std, size * MINIMUM_DEVIATION).mul_(self._sigma)
+        above.masked_fill_(self._window.count < self._min_samples, torch.nan)
         below = above
         if self._factor is not None:
             above = torch.minimum(above, size * (self._factor - 1))
             below = torch.minimum(below, size * (1 - 1 / self._factor))
-        known = self._window.count >= self._min_samples
-        limits = torch.stack((mean, torch.where(known, above, torch.nan), torch.where(known, below, torch.nan)), 1)
-        mean, above, below = twinned(limits, samples.tables).unbind(1)
-        return mean, above, below
+        return twinned(mean, samples.tables), twinned(above, samples.tables), twinned(below, samples.tables)
 
     def _beyond(self, loss: Tensor, low: Tensor, high: Tensor) -> Tensor:
         """+1 above the range, -1 below, 0 inside or where that direction does not count: int32 [S]."""
-        up, down = (loss > high).to(torch.int32), (loss < low).to(torch.int32)
         if self._direction == "up":
-            return up
-        return -down if self._direction == "down" else up - down
+            return (loss > high).to(torch.int32)
+        down = (loss < low).to(torch.int32)
+        return -down if self._direction == "down" else (loss > high).to(torch.int32) - down
 
     def _run(self, sampled: Tensor, beyond: Tensor) -> Tensor:
         """Samples in a row beyond one side, with its sign; a series that was not sampled now answers 0."""
@@ -110,6 +108,8 @@ class LossJump(DeviceRule):
     @staticmethod
     def _furthest(distance: Tensor, used: Tensor, beyond: Tensor) -> Tensor:
         """One row a series: the used one that lies furthest out on the side that jumped, bool [S, K]."""
+        if used.shape[1] == 1:
+            return used
         outward = torch.where(used, distance * beyond[:, None], -torch.inf)
         columns = torch.arange(used.shape[1], device=used.device)
         return (columns == outward.argmax(1, keepdim=True)) & used

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from flightrec.config.rules import NonfiniteRule
 from flightrec.records import Key, Statistic
 from flightrec.rules.base import DeviceRule, Judgement, Samples, number, subject
-from flightrec.rules.series import upload
 from flightrec.rules.state import SeriesState
 
 _HIGH_PRECISION_COUNTS = (Statistic.NAN_COUNT, Statistic.POSITIVE_INF_COUNT, Statistic.NEGATIVE_INF_COUNT)
-_HIGH_PRECISION = slice(int(Statistic.NAN_COUNT), int(Statistic.NEGATIVE_INF_COUNT) + 1)
-_QUANTIZED = slice(int(Statistic.QUANTIZED_NAN_COUNT), int(Statistic.QUANTIZED_INF_COUNT) + 1)
 
 
 class Nonfinite(DeviceRule):
@@ -35,17 +31,15 @@ class Nonfinite(DeviceRule):
         super().__init__(config, state)
         self._allow = frozenset(config.allow)
         self._min_samples = config.min_samples
-        legal = np.array([False, "+inf" in self._allow, "-inf" in self._allow])
-        self._counts = upload((~legal).astype(np.float64), state.device)
-        self._legal = upload(legal.astype(np.float64), state.device)
+        signs = ((Statistic.POSITIVE_INF_COUNT, "+inf"), (Statistic.NEGATIVE_INF_COUNT, "-inf"))
+        self._legal = [statistic for statistic, sign in signs if sign in self._allow]
+        self._illegal = [statistic for statistic, sign in signs if sign not in self._allow]
         if self._min_samples:
             state.declare("samples", dtype=torch.int64)
 
     def judge(self, samples: Samples) -> Judgement:
         """Judge one tick; see the class."""
-        statistics = samples.statistics
-        high_precision = (statistics[..., _HIGH_PRECISION] * self._counts).sum(-1)
-        value = torch.fmax(high_precision, self._nonfinite_codes(statistics))  # the one that is there; else NaN
+        value = torch.fmax(self._nonfinite(samples), self._nonfinite_codes(samples))  # the one that is there; else NaN
         rows = (value > 0) & samples.present
         sampled = samples.present.any(1)
         faulty = rows.any(1)
@@ -55,12 +49,23 @@ class Nonfinite(DeviceRule):
             count.add_(sampled)
         return Judgement(sampled, faulty, rows, value, 0.0)
 
-    def _nonfinite_codes(self, statistics: Tensor) -> Tensor:
-        if not self._allow:
-            return statistics[..., _QUANTIZED].sum(-1)
-        legal = (statistics[..., _HIGH_PRECISION] * self._legal).sum(-1)
-        nan_codes, inf_codes = statistics[..., _QUANTIZED].unbind(-1)
-        return torch.where(legal.isnan(), nan_codes, (nan_codes + inf_codes - legal).clamp(min=0))
+    def _nonfinite(self, samples: Samples) -> Tensor:
+        count = samples.column(Statistic.NAN_COUNT)
+        for statistic in self._illegal:
+            count = count + samples.column(statistic)
+        return count
+
+    def _nonfinite_codes(self, samples: Samples) -> Tensor:
+        nan_codes, inf_codes = (
+            samples.column(Statistic.QUANTIZED_NAN_COUNT),
+            samples.column(Statistic.QUANTIZED_INF_COUNT),
+        )
+        codes = nan_codes + inf_codes
+        if not self._legal:
+            return codes
+        for statistic in self._legal:
+            codes = codes - samples.column(statistic)
+        return torch.where(codes.isnan(), nan_codes, codes)
 
     def explain(self, key: Key, value: float, threshold: float, statistics: Mapping[Statistic, float]) -> str:
         """One sentence: which values, how many of how many, on which side."""

@@ -34,9 +34,9 @@ class SeriesTables:
     Attributes:
         shape: (S, K).
         rows: int64 [S * K], row of each place, 0 where there is none.
-        real: bool [S, K], false where a place has no row.
+        real: bool [S, K], false where a place has no row; None when each place has one.
         whole: bool [S, K], the place's key has no microbatch.
-        feeds: bool [S], the series' samples enter the history (phase ``train``).
+        feeds: bool [S], the series' samples enter the history (phase ``train``); None when all do.
         twin: int64 [S], the series whose history judges this one; None when each has its own.
         groups: int64 [G, M], series of each tensor (layer, tensor, part), 0-padded; None when each has one.
         groups_real: bool [G, M], padding is false.
@@ -46,14 +46,18 @@ class SeriesTables:
 
     shape: tuple[int, int]
     rows: Tensor
-    real: Tensor
+    real: Tensor | None
     whole: Tensor
-    feeds: Tensor
+    feeds: Tensor | None
     twin: Tensor | None
     groups: Tensor | None
     groups_real: Tensor | None
     place_of_row: Tensor
     row_is_seen: Tensor
+
+    def feeding(self, samples: Tensor) -> Tensor:
+        """Those of ``samples`` (bool [S]) that enter the history."""
+        return samples if self.feeds is None else samples & self.feeds
 
     def num_tensors(self, flagged: Tensor) -> Tensor:
         """How many different tensors have a series in ``flagged`` (bool [S]): an int64 scalar on the device."""
@@ -75,15 +79,15 @@ class SeriesIndex:
         self._device = device
         self._grouping = grouping
         self._series: dict[Key, int] = {}
-        self._rows: list[list[tuple[int, bool]]] = []
-        self._known_rows: set[int] = set()
+        self._widths: list[int] = []  # rows of each series
+        self._places: dict[int, tuple[int, int, bool]] = {}  # of each row: series, column, has no microbatch
         self._tables: SeriesTables | None = None
         self._num_rows = -1
 
     @property
     def num_series(self) -> int:
         """How many series there are."""
-        return len(self._rows)
+        return len(self._widths)
 
     @property
     def series(self) -> list[Key]:
@@ -92,13 +96,13 @@ class SeriesIndex:
 
     def add(self, key: Key, row: int) -> None:
         """Add a row; one that is known already is left as it is."""
-        if row in self._known_rows:
+        if row in self._places:
             return
         number = self._series.setdefault(self._grouping(key), len(self._series))
-        if number == len(self._rows):
-            self._rows.append([])
-        self._rows[number].append((row, key.microbatch == NO_MICROBATCH))
-        self._known_rows.add(row)
+        if number == len(self._widths):
+            self._widths.append(0)
+        self._places[row] = (number, self._widths[number], key.microbatch == NO_MICROBATCH)
+        self._widths[number] += 1
         self._tables = None
 
     def tables(self, num_rows: int) -> SeriesTables:
@@ -109,29 +113,30 @@ class SeriesIndex:
         return self._tables
 
     def _build(self, num_rows: int) -> SeriesTables:
-        num_series, width = len(self._rows), max(len(rows) for rows in self._rows)
+        num_series, width = self.num_series, max(self._widths)
+        known = np.fromiter(self._places, np.int64, len(self._places))
+        places = np.array(list(self._places.values()), np.int64)[known < num_rows]
+        known = known[known < num_rows]
+        number, column, is_whole = places.T
         rows = np.zeros((num_series, width), np.int64)
         real = np.zeros((num_series, width), bool)
         whole = np.zeros((num_series, width), bool)
+        rows[number, column] = known
+        real[number, column] = True
+        whole[number, column] = is_whole
         place_of_row = np.zeros(num_rows, np.int64)
+        place_of_row[known] = number * width + column
         row_is_seen = np.zeros(num_rows, bool)
-        for number, members in enumerate(self._rows):
-            for column, (row, is_whole) in enumerate(members):
-                if row < num_rows:
-                    rows[number, column] = row
-                    real[number, column] = True
-                    whole[number, column] = is_whole
-                    place_of_row[row] = number * width + column
-                    row_is_seen[row] = True
+        row_is_seen[known] = True
         series = list(self._series)
         groups, groups_real = self._build_groups(series)
         feeds = np.array([key.phase is Phase.TRAIN for key in series], bool)
         return SeriesTables(
             shape=(num_series, width),
             rows=self._upload(rows.reshape(-1)),
-            real=self._upload(real),
+            real=None if real.all() else self._upload(real),
             whole=self._upload(whole),
-            feeds=self._upload(feeds),
+            feeds=None if feeds.all() else self._upload(feeds),
             twin=None if feeds.all() else self._upload(self._build_twins(series)),
             groups=groups,
             groups_real=groups_real,

@@ -134,12 +134,12 @@ class Window:
 
     def mean_and_std(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation (of the population), float64 ``[num_series]`` each; 0 without a sample."""
-        filled = self._columns < self.count[:, None]
-        divisor = self.count.clamp(1, self.size)
+        count = self.count
+        divisor = count.clamp(1, self.size)
         values = self._state[self._name]
         mean = values.sum(1) / divisor  # what is not filled holds 0
-        deviation = (values - mean[:, None]) * filled
-        return mean, (deviation.square().sum(1) / divisor).sqrt()
+        deviation = (values - mean[:, None]).masked_fill_(self._columns >= count[:, None], 0.0)
+        return mean, (deviation.square_().sum(1) / divisor).sqrt_()
 
     def push(self, values: Tensor, where: Tensor) -> None:
         """Take ``values`` (float64 ``[num_series]``) as the newest sample where ``where`` (bool) is true."""
@@ -160,16 +160,16 @@ class Arming:
     """
 
     def __init__(self, state: SeriesState, name: str, rearm: int) -> None:
-        state.declare(name, dtype=torch.int32)
+        state.declare(name, dtype=torch.int32)  # minus the clean samples still needed; 0 is armed
         self._state = state
         self._name = name
         self._rearm = max(1, rearm)
 
     def fire(self, sampled: Tensor, faulty: Tensor) -> Tensor:
         """Which series fire now, bool ``[num_series]``; ``faulty`` implies ``sampled`` (both bool)."""
-        remaining = self._state[self._name]
-        fires = faulty & (remaining == 0)
-        remaining.sub_(sampled.to(torch.int32)).clamp_(min=0).masked_fill_(faulty, self._rearm)
+        lacking = self._state[self._name]
+        fires = faulty & (lacking == 0)
+        lacking.add_(sampled).clamp_(max=0).masked_fill_(faulty, -self._rearm)
         return fires
 
 

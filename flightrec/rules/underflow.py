@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -28,25 +29,26 @@ class Underflow(DeviceRule):
         super().__init__(config, state)
         self._factor = config.factor
         self._minimum = config.minimum
-        self._new_row = config.new_row
+        self._below_new_row = math.nextafter(config.new_row, 0.0)  # so that ``new_row`` itself is beyond it
         self._min_samples = config.min_samples
+        self._none = torch.full((), -1.0, dtype=torch.float64, device=state.device)
         self._window = state.declare_window("share", config.window)
 
     def judge(self, samples: Samples) -> Judgement:
         """Judge one tick; see the class."""
         share = _share(samples)
-        usable = (share >= 0) & samples.present
-        value = torch.where(usable, share, -1.0)
+        usable = (share <= 1) & samples.present  # not where it is NaN: no pair, or nothing that could underflow
+        value = torch.where(usable, share, self._none)
         sample = value.amax(1)
         sampled = sample >= 0
         threshold = self._threshold(samples)
-        rows = (value > threshold[:, None]) | (value >= self._new_row)
-        self._window.push(sample, sampled & samples.tables.feeds)
+        rows = value > threshold[:, None]
+        self._window.push(sample, samples.tables.feeding(sampled))
         return Judgement(sampled, rows.any(1), rows, value, threshold)
 
     def _threshold(self, samples: Samples) -> Tensor:
-        relative = (self._window.maximum() * self._factor).clamp(self._minimum, self._new_row)
-        own = torch.where(self._window.count >= self._min_samples, relative, self._new_row)
+        own = self._window.maximum().mul_(self._factor).clamp_(self._minimum, self._below_new_row)
+        own = own.masked_fill_(self._window.count < self._min_samples, self._below_new_row)
         return twinned(own, samples.tables)
 
     def explain(self, key: Key, value: float, threshold: float, statistics: Mapping[Statistic, float]) -> str:
@@ -62,11 +64,11 @@ class Underflow(DeviceRule):
 
 
 def _share(samples: Samples) -> Tensor:
-    """Share of non-zero finite elements that became zero, [S, K]; NaN when absent or there is no such element."""
+    """Share of non-zero finite elements that became zero, [S, K]; NaN when absent or 0 of 0."""
     column = samples.column
     infinite = column(Statistic.POSITIVE_INF_COUNT) + column(Statistic.NEGATIVE_INF_COUNT)
     nonzero = column(Statistic.NUMEL) - column(Statistic.ZERO_COUNT) - column(Statistic.NAN_COUNT) - infinite
-    return torch.where(nonzero > 0, column(Statistic.UNDERFLOW_COUNT) / nonzero, torch.nan)
+    return column(Statistic.UNDERFLOW_COUNT) / nonzero
 
 
 def _num_nonzero(statistics: Mapping[Statistic, float]) -> float:

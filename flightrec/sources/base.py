@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from flightrec.records import Phase, Stage
-from flightrec.sources.sink import Sink, quiet
+from flightrec.sources.sink import Sink
 from flightrec.sources.traversal import observe
 
 _MAX_FAILED_LAYERS = 8
@@ -67,24 +67,26 @@ class Keeper:
         call: int,
         stage: Stage,
     ) -> None:
-        """Record one tensor of the run, or tell why not. May raise; the hook that calls it must catch."""
-        with quiet():
-            observed = observe(value)
-            if observed.plain is None and observed.quantized is None:
-                if observed.reason:
-                    self.blind(layer, tensor, observed.reason)
-                return
-            self.sink.capture(
-                layer,
-                tensor,
-                part=part,
-                microbatch=microbatch,
-                phase=phase,
-                call=call,
-                stage=stage,
-                high_precision=observed.plain,
-                quantized=observed.quantized,
-            )
+        """Record one tensor of the run, or tell why not.
+
+        Call it inside ``quiet``. May raise; the hook that calls it must catch.
+        """
+        observed = observe(value)
+        if observed.plain is None and observed.quantized is None:
+            if observed.reason:
+                self.blind(layer, tensor, observed.reason)
+            return
+        self.sink.capture(
+            layer,
+            tensor,
+            part=part,
+            microbatch=microbatch,
+            phase=phase,
+            call=call,
+            stage=stage,
+            high_precision=observed.plain,
+            quantized=observed.quantized,
+        )
 
     def blind(self, layer: str, tensor: str, reason: str) -> None:
         """Tell once that a tensor cannot be recorded; an empty ``tensor`` means the whole layer."""

@@ -27,7 +27,7 @@ from flightrec.sources.base import Keeper
 from flightrec.sources.hooks import EnterHook, GradientHook, LeaveHook, register_first
 from flightrec.sources.parameters import Parameters
 from flightrec.sources.plans import LayerPlan, eval_fast_path, plan_layers, why_unseen
-from flightrec.sources.sink import Sink
+from flightrec.sources.sink import Sink, quiet
 from flightrec.sources.stamps import Stamp, Stamps
 from flightrec.sources.traversal import walk, walk_arguments
 
@@ -130,16 +130,18 @@ class ModulesSource:
         gradients = plan.dgrad and self._gradients_here(plan, phase)
         name = plan.entering.get(phase)
         if name is not None or gradients:
-            for path, tensor in walk_arguments(args, kwargs):
-                if name is not None:
-                    self._keep(tensor, name, path, stamp, Stage.FORWARD)
-                if gradients and tensor.requires_grad:
-                    self._hook_gradient(tensor, "dgrad", path, stamp)
+            with quiet():
+                for path, tensor in walk_arguments(args, kwargs):
+                    if name is not None:
+                        self._keep(tensor, name, path, stamp, Stage.FORWARD)
+                    if gradients and tensor.requires_grad:
+                        self._hook_gradient(tensor, "dgrad", path, stamp)
         if plan.weight and phase is Phase.TRAIN and plan.weight_iteration != self._iteration:
             plan.weight_iteration = self._iteration
             weight = plan.module._parameters.get("weight")
             if weight is not None:
-                self._keep(weight, "weight", "", stamp, Stage.FORWARD)
+                with quiet():
+                    self._keep(weight, "weight", "", stamp, Stage.FORWARD)
 
     def left(self, plan: LayerPlan, output: object) -> None:
         """A module finished: record its result."""
@@ -152,11 +154,12 @@ class ModulesSource:
         stamps = plan.module is self._model and stamp.phase is Phase.TRAIN and not gradients
         if not (keeps or gradients or stamps):
             return
-        for path, tensor in walk(output):
-            if keeps:
-                self._keep(tensor, "output", path, stamp, Stage.FORWARD)
-            if (gradients or stamps) and tensor.requires_grad:
-                self._hook_gradient(tensor, "gradient" if gradients else "", path, stamp)
+        with quiet():
+            for path, tensor in walk(output):
+                if keeps:
+                    self._keep(tensor, "output", path, stamp, Stage.FORWARD)
+                if (gradients or stamps) and tensor.requires_grad:
+                    self._hook_gradient(tensor, "gradient" if gradients else "", path, stamp)
 
     def failed(self, plan: LayerPlan, error: Exception) -> None:
         """A hook raised: switch the layer off."""
@@ -215,16 +218,17 @@ class ModulesSource:
         try:
             self.stamps.see_backward(hook.microbatch)
             if hook.tensor:
-                self._keeper.keep(
-                    gradient,
-                    hook.layer,
-                    hook.tensor,
-                    part=hook.part,
-                    microbatch=hook.microbatch,
-                    phase=Phase.TRAIN,
-                    call=hook.call,
-                    stage=Stage.BACKWARD,
-                )
+                with quiet():
+                    self._keeper.keep(
+                        gradient,
+                        hook.layer,
+                        hook.tensor,
+                        part=hook.part,
+                        microbatch=hook.microbatch,
+                        phase=Phase.TRAIN,
+                        call=hook.call,
+                        stage=Stage.BACKWARD,
+                    )
         except Exception as error:
             self._keeper.fail(hook.layer, error)
 

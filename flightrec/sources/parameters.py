@@ -9,7 +9,6 @@ Owns its hooks on the parameters. Runs on the training thread, the hooks on auto
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 
 import torch
@@ -19,26 +18,39 @@ from torch.utils.hooks import RemovableHandle
 from flightrec.records import NO_MICROBATCH, Phase, Stage
 from flightrec.sources.base import Keeper
 from flightrec.sources.hooks import AccumulatedHook
+from flightrec.sources.sink import quiet
 from flightrec.sources.stamps import Stamps
-from flightrec.sources.traversal import is_lazy
+from flightrec.sources.traversal import is_lazy, observe
+
+_EVAL_MODE = (
+    "gradients arrive although the model is in eval mode: its forwards count as evaluation. Call model.train(), or "
+    "select phase eval"
+)
 
 
 class _Slot:
     """One place in a module that holds a parameter."""
 
-    __slots__ = ("handle", "hooked", "layer", "module", "name")
+    __slots__ = ("handle", "hooked", "inside", "layer", "module", "name")
 
     def __init__(self, layer: str, module: nn.Module, name: str) -> None:
         self.layer = layer
         self.module = module
         self.name = name
         self.handle: RemovableHandle | None = None
-        self.hooked: weakref.ref[nn.Parameter] | None = None
+        # No weak reference: torch.utils.swap_tensors refuses tensors that have one.
+        self.hooked: nn.Parameter | None = None
+        self.inside = 0
 
     @property
     def parameter(self) -> nn.Parameter | None:
         """What the place holds now: a run may replace its parameters."""
         return self.module._parameters.get(self.name)
+
+    @property
+    def was_swapped(self) -> bool:
+        """Whether ``torch.utils.swap_tensors`` gave the hooked parameter other insides, which no hook reaches."""
+        return self.hooked is not None and self.hooked is self.parameter and self.hooked._cdata != self.inside
 
 
 class Parameters:
@@ -66,16 +78,20 @@ class Parameters:
         """Hook the parameters that require gradients and are not hooked yet; drop hooks of replaced ones."""
         for slot in self._accumulated:
             parameter = slot.parameter
-            if slot.hooked is not None and slot.hooked() is parameter:
+            if slot.was_swapped:
+                self._keeper.blind(slot.layer, "wgrad", "the parameter's tensor was swapped; its hooks no longer run")
+            if slot.hooked is not None and slot.hooked is parameter:
                 continue
             self._unhook(slot)
-            if parameter is None or not parameter.requires_grad:
+            if parameter is None or not parameter.requires_grad or is_lazy(parameter):
+                continue  # looked at again after the step
+            reason = observe(parameter).reason
+            if reason:
+                self._keeper.blind(slot.layer, "wgrad", reason)
                 continue
-            if is_lazy(parameter):
-                continue  # a lazy module: hooked once it has data
             hook = AccumulatedHook(self._on_accumulated, slot.layer, slot.name)
             slot.handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            slot.hooked = weakref.ref(parameter)
+            slot.hooked, slot.inside = parameter, parameter._cdata
 
     def detach(self) -> None:
         """Take all hooks off."""
@@ -89,16 +105,17 @@ class Parameters:
             if parameter is None or not self._keeper.works(slot.layer):
                 continue
             try:
-                self._keeper.keep(
-                    parameter,
-                    slot.layer,
-                    "parameter",
-                    part=slot.name,
-                    microbatch=NO_MICROBATCH,
-                    phase=Phase.TRAIN,
-                    call=0,
-                    stage=stage,
-                )
+                with quiet():
+                    self._keeper.keep(
+                        parameter,
+                        slot.layer,
+                        "parameter",
+                        part=slot.name,
+                        microbatch=NO_MICROBATCH,
+                        phase=Phase.TRAIN,
+                        call=0,
+                        stage=stage,
+                    )
             except Exception as error:
                 self._keeper.fail(slot.layer, error)
 
@@ -106,20 +123,23 @@ class Parameters:
         if not self._keeper.works(hook.layer):
             return
         try:
+            if self._stamps.only_evaluated:
+                self._keeper.blind("", "", _EVAL_MODE)
             gradient = parameter.grad
             if gradient is None:
                 self._keeper.blind(hook.layer, "wgrad", "an earlier hook removed the gradient (optimizer in backward)")
                 return
-            self._keeper.keep(
-                gradient,
-                hook.layer,
-                "wgrad",
-                part="" if hook.name == "weight" else hook.name,
-                microbatch=self._stamps.backward_microbatch(),
-                phase=Phase.TRAIN,
-                call=0,
-                stage=Stage.BACKWARD,
-            )
+            with quiet():
+                self._keeper.keep(
+                    gradient,
+                    hook.layer,
+                    "wgrad",
+                    part="" if hook.name == "weight" else hook.name,
+                    microbatch=self._stamps.backward_microbatch(),
+                    phase=Phase.TRAIN,
+                    call=0,
+                    stage=Stage.BACKWARD,
+                )
         except Exception as error:
             self._keeper.fail(hook.layer, error)
 

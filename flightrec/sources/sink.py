@@ -82,31 +82,57 @@ def is_plain(tensor: object) -> bool:
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-class quiet(ExitStack):  # noqa: N801  used like a function: ``with quiet():``
+class quiet:  # noqa: N801  used like a function: ``with quiet():``
     """Context in which our own operations leave no trace in the run.
 
     No autograd history, no autocast (it would change what we compute), no inference tensors (the ring's memory must
     stay writable), no function modes. Selective checkpointing's caching modes are switched off too: an operation of
-    ours in its cache would be handed to the model in the recompute.
+    ours in its cache would be handed to the model in the recompute. Other dispatch modes still see what we do.
     """
 
+    __slots__ = ("_functions", "_gradients", "_rare")
+
     def __enter__(self) -> quiet:
-        super().__enter__()
+        self._functions = torch._C.DisableTorchFunction()
+        self._functions.__enter__()
+        self._rare: ExitStack | None = None
+        if (
+            torch.is_inference_mode_enabled()
+            or torch.is_autocast_enabled("cuda")
+            or torch.is_autocast_enabled("cpu")
+            or torch._C._len_torch_dispatch_stack() > 0
+        ):
+            try:
+                self._rare = _enter_rare()
+            except BaseException:
+                self._functions.__exit__(None, None, None)
+                raise
+        # Set directly: a context manager object for each record would be most of a hook's cost.
+        self._gradients = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        torch._C._set_grad_enabled(self._gradients)
+        if self._rare is not None:
+            self._rare.close()
+        self._functions.__exit__(None, None, None)
+
+
+def _enter_rare() -> ExitStack:
+    """Leave the modes that the thread is in; closing the result goes back."""
+    with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
-            self.enter_context(torch.inference_mode(False))
-        self.enter_context(torch.no_grad())
-        self.enter_context(torch._C.DisableTorchFunction())
+            stack.enter_context(torch.inference_mode(False))
         for device_type in ("cuda", "cpu"):
             if torch.is_autocast_enabled(device_type):
-                self.enter_context(torch.autocast(device_type, enabled=False))
+                stack.enter_context(torch.autocast(device_type, enabled=False))
         if _is_caching():
-            self.enter_context(_disable_current_modes())
-        return self
+            stack.enter_context(_disable_current_modes())
+        return stack.pop_all()
 
 
 def _is_caching() -> bool:
     """Say whether selective checkpointing records or replays the operations of this thread."""
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return False
     modes = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
     return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())

@@ -44,6 +44,7 @@ class Stamps:
         self._calls: dict[tuple[str, int, Phase], int] = {}
         self._backward: dict[int, int] = {}  # graph task -> microbatch
         self._last_backward: int | None = None
+        self._seen: set[Phase] = set()
 
     def enter(self, module: torch.nn.Module, layer: str) -> Stamp:
         """Note that ``module`` starts to run, and say what run it is.
@@ -64,6 +65,7 @@ class Stamps:
             else:
                 training = self._root.training and torch.is_grad_enabled()
                 phase = Phase.TRAIN if training else Phase.EVAL
+                self._seen.add(phase)
                 if training and (module is self._root or self._sink.microbatch_index == NO_MICROBATCH):
                     self._sink.begin_microbatch_implicit()
             microbatch = self._sink.microbatch_index
@@ -89,6 +91,11 @@ class Stamps:
         """Stamp of the innermost hooked module that runs on this thread."""
         frames = self._frames()
         return frames[-1] if frames else None
+
+    @property
+    def only_evaluated(self) -> bool:
+        """Whether the model ran, but never in training as far as could be told."""
+        return Phase.EVAL in self._seen and Phase.TRAIN not in self._seen
 
     @property
     def depth(self) -> int:
@@ -149,7 +156,7 @@ def must_not_record() -> bool:
 
 _complained = False
 _log = logging.getLogger("flightrec")
-_HAS_CUDA = torch.backends.cuda.is_built()
+_HAS_CUDA = torch.version.cuda is not None or torch.version.hip is not None
 
 
 def _is_traced() -> bool:

@@ -1,4 +1,4 @@
-"""Opens one file of an incident and says clearly why it cannot be read. Read-only, without locks; no state."""
+"""Opens one file of an incident and says clearly why it cannot be read. Read-only; no state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def open_file(path: Path, kinds: Sequence[str], *, salvaged: bool = False) -> h5
     if not path.is_file():
         raise IncidentError(f"{path}: no such file")
     with reading(path):
-        file = h5py.File(path, "r", locking=False)
+        file = _open(path)
     try:
         with reading(path, "the root attributes"):
             _check(path, file, kinds, salvaged)
@@ -54,6 +54,17 @@ def open_file(path: Path, kinds: Sequence[str], *, salvaged: bool = False) -> h5
         file.close()
         raise
     return file
+
+
+def _open(path: Path) -> h5py.File:
+    """Open as plain ``h5py.File(path)`` does, since HDF5 refuses a second opening in one process with other flags.
+
+    Where that fails (a file system without locks, or a first opening without), open without locking.
+    """
+    try:
+        return h5py.File(path, "r")
+    except OSError:
+        return h5py.File(path, "r", locking=False)
 
 
 def check_identity(path: Path, file: h5py.File, incident_id: str, rank: int | None = None) -> None:

@@ -18,7 +18,6 @@ from flightrec.records import Firing, Key, Phase, Severity, Stage
 from flightrec.storage import commit, files, schema, text
 from flightrec.storage.facts import Blind
 
-
 _KEY_COLUMNS = ("layer", "tensor", "part", "microbatch", "phase", "call", "stage")
 _PHASES = {phase.value.encode("ascii"): phase for phase in Phase}
 _STAGES = {stage.value.encode("ascii"): stage for stage in Stage}

@@ -25,6 +25,7 @@ from flightrec.storage.record import Record
 
 Texts = str | Iterable[str]
 Numbers = int | Iterable[int]
+IncidentT = TypeVar("IncidentT", bound="Incident")
 
 
 class Incident:
@@ -43,7 +44,7 @@ class Incident:
         if not self.ranks:
             raise IncidentError(f"{path}: holds no facts file of any rank")
 
-    def __enter__(self) -> Incident:
+    def __enter__(self: IncidentT) -> IncidentT:
         return self
 
     def __exit__(
@@ -185,9 +186,6 @@ class Incident:
     @property
     def _first(self) -> Rank:
         return self.ranks[0]
-
-
-IncidentT = TypeVar("IncidentT", bound=Incident)
 
 
 def open_incident(path: str | Path) -> Incident:

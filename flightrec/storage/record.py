@@ -153,9 +153,11 @@ class Record:
         reason = self._name("reason")
         if reason or not self.components:
             return reason
-        for name in ("", *(part.name for part in self.components)):
-            if name and not self._source.has_payload(self.index, self.path, name):
-                return self._source.tensors_problem or self._blindness() or f"{name} did not reach the tensors file"
+        names = [part.name for part in self.components]
+        missing = [name for name in names if not self._source.has_payload(self.index, self.path, name)]
+        if missing:
+            lost = f"{', '.join(missing)} did not reach the tensors file"
+            return self._source.tensors_problem or self._blindness() or lost
         return ""
 
     @property

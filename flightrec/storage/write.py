@@ -1,9 +1,9 @@
 """Writes an incident's files: facts first, then tensors, at last the index. Runs in the writer process; no torch.
 
-The facts file is laid out in memory and written with plain system calls, so that a full disk is an ``OSError`` and
-never an HDF5 file that cannot be closed. The tensors file is laid out by HDF5 on disk (early-allocated contiguous
-datasets); its payload goes straight to the datasets' file offsets. Every function writes under a temporary name and
-publishes a whole file, or raises ``WriterError`` and leaves nothing under the final name.
+The facts file is laid out in memory and written with plain system calls. The tensors file is laid out by HDF5 on disk,
+in early-allocated contiguous datasets whose bytes are written beside it, to their offsets in the file; HDF5 sees the
+disk through an object that never fails. Every function writes under a temporary name and publishes a whole file, or
+raises ``WriterError`` and leaves nothing under the final name.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from flightrec.errors import FormatError, WriterError
 from flightrec.records import Component, Firing, RecordLayout
 from flightrec.storage import commit, schema, tables, text
 from flightrec.storage.contiguous import DatasetAllocator
+from flightrec.storage.disk import ForgivingFile
 from flightrec.storage.facts import Blind, Identity, IncidentFacts, IterationFacts, RankFiles
 
 __all__ = [
@@ -84,11 +84,11 @@ class TensorsFile:
     One thread at a time. What was added stays readable when the process is killed, up to the last ``flush``.
     """
 
-    def __init__(self, path: Path, file: h5py.File, descriptor: int) -> None:
+    def __init__(self, path: Path, file: h5py.File, disk: ForgivingFile) -> None:
         self.path = path
         self._file: h5py.File | None = file
+        self._disk = disk
         self._allocator = DatasetAllocator(file)
-        self._descriptor = descriptor
         self._names = text.TextTable()
         self._components: list[tuple[int, int, int, int, int]] = []
         self._num_bytes = 0
@@ -108,19 +108,19 @@ class TensorsFile:
             WriterError: the folder is missing, read-only or full, or a file of the temporary name exists.
         """
         path = Path(path)
-        partial = commit.partial_path(path)
-        file = None
         try:
-            file = h5py.File(partial, "x", libver=schema.LIBVER, locking=False)
-            values = tables.root_attributes(schema.TENSORS, identity)
-            text.write_attributes(file, values | {"facts_file": facts_file})
-            file.flush()
-            return cls(path, file, os.open(partial, os.O_WRONLY | os.O_CLOEXEC))
-        except (OSError, RuntimeError) as error:
-            if file is not None:
-                _close_quietly(file)
-                commit.discard(partial)
+            disk = ForgivingFile(commit.partial_path(path))
+        except OSError as error:
             raise _refused(path, error) from error
+        file = cls(path, h5py.File(disk, "w", libver=schema.LIBVER, locking=False), disk)
+        values = tables.root_attributes(schema.TENSORS, identity)
+        text.write_attributes(file._file, values | {"facts_file": facts_file})
+        try:
+            file.flush()
+        except WriterError:
+            file.abort()
+            raise
+        return file
 
     @property
     def num_bytes(self) -> int:
@@ -145,21 +145,22 @@ class TensorsFile:
         for position, component in enumerate(layout.components):
             view = _as_bytes(buffers(component) if callable(buffers) else buffers[position])
             arrays.append((component, view, *_stored_as(f"{group_path}/{component.name}", component, view.nbytes)))
-        file = self._open_file()
-        if group_path in file:
-            raise FormatError(f"{self.path}: {group_path} is written already; a path names one record")
+        self._open_file()
         try:
             group = self._allocator.create_group(group_path)
             for component, view, dtype, shape in arrays:
                 offset = self._allocator.create(group, component.name, shape, dtype, component.format, record_index)
                 if view.nbytes:
-                    commit.write_all(self._descriptor, view, offset)
+                    self._disk.write_payload(view, offset)
                 row = (record_index, self._names.add(component.name), offset, view.nbytes, zlib.crc32(view))
                 self._components.append(row)
                 self._num_bytes += view.nbytes
                 self._unflushed_bytes += view.nbytes
-        except (OSError, RuntimeError, ValueError) as error:
+        except ValueError as error:  # h5py's word for a link that exists
+            raise FormatError(f"{self.path}: {group_path} cannot be made, is it written already? {error}") from error
+        except (OSError, RuntimeError) as error:
             raise _refused(self.path, error) from error
+        self._check_disk()
         self._unflushed_records += 1
         if self._unflushed_records >= _FLUSH_RECORDS or self._unflushed_bytes >= _FLUSH_BYTES:
             self.flush()
@@ -170,10 +171,8 @@ class TensorsFile:
         Raises:
             WriterError: the disk refuses.
         """
-        try:
-            self._open_file().flush()
-        except (OSError, RuntimeError) as error:
-            raise _refused(self.path, error) from error
+        self._open_file().flush()
+        self._check_disk()
         self._unflushed_bytes = self._unflushed_records = 0
 
     def commit(self, late_firings: Sequence[Firing] = (), blind: Sequence[Blind] = ()) -> int:
@@ -190,41 +189,45 @@ class TensorsFile:
             WriterError: the disk refuses or the name is taken; nothing is left under the final name.
         """
         file = self._open_file()
-        partial = commit.partial_path(self.path)
         try:
             file.create_dataset("components", data=np.array(self._components, dtype=schema.COMPONENT))
             file.create_dataset("firings", data=tables.firing_rows(late_firings, self._names, {}))
             file.create_dataset("blind", data=tables.blind_rows(blind, self._names))
             self._names.write(file)
-            file.flush()
+            self.flush()
             file.attrs.modify("complete", np.uint8(1))
             file.close()
-            self._forget()
-            commit.publish(partial, self.path)
+            self._check_disk()
+            self._close()
+            commit.publish(commit.partial_path(self.path), self.path)
             return self.path.stat().st_size
+        except WriterError:
+            self.abort()
+            raise
         except (OSError, RuntimeError) as error:
             self.abort()
             raise _refused(self.path, error) from error
 
     def abort(self) -> None:
         """Close and remove the temporary file; harmless after ``commit``."""
-        if self._file is None:
-            return
-        with suppress(OSError):
-            os.ftruncate(self._descriptor, 0)  # gives a full disk room, so that HDF5 can close its file
-        file = self._file
-        self._forget()
-        _close_quietly(file)
-        commit.discard(commit.partial_path(self.path))
+        if self._file is not None:
+            self._close()
+            commit.discard(commit.partial_path(self.path))
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+        self._disk.close()
+
+    def _check_disk(self) -> None:
+        if self._disk.error is not None:
+            raise _refused(self.path, self._disk.error)
 
     def _open_file(self) -> h5py.File:
         if self._file is None:
             raise WriterError(f"{self.path}: the file was committed or aborted and takes nothing more")
         return self._file
-
-    def _forget(self) -> None:
-        self._file = None
-        os.close(self._descriptor)
 
 
 def _as_bytes(buffer: memoryview) -> memoryview:
@@ -268,11 +271,6 @@ def _write_image(path: Path, fill: Callable[[h5py.File], None]) -> None:
         if created:
             commit.discard(partial)
         raise _refused(path, error) from error
-
-
-def _close_quietly(file: h5py.File) -> None:
-    with suppress(OSError, RuntimeError):
-        file.close()
 
 
 def _refused(path: Path, error: Exception) -> WriterError:

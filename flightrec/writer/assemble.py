@@ -19,7 +19,7 @@ from typing import Any
 from flightrec.records import RecordLayout
 from flightrec.storage.facts import Blind
 from flightrec.writer import folders, launch
-from flightrec.writer.incident import Incident, Payload, RunFacts
+from flightrec.writer.incident import NEVER_ARRIVED, Incident, Payload, RunFacts
 from flightrec.writer.shared import Message
 
 logger = logging.getLogger("flightrec.writer")
@@ -86,7 +86,8 @@ class Assembler:
         try:
             if not incident.facts_committed:
                 self._commit_facts(incident, reason)
-            self._finish(incident, reason)
+            if incident.number in self._incidents:
+                self._finish(incident, reason)
         except Exception as error:
             self._drop(incident.number, "finish", error)
 
@@ -137,7 +138,7 @@ class Assembler:
 
     def _facts_end(self, message: Message) -> None:
         if incident := self._find(message):
-            incident.trigger_json = message.header.get("trigger") or incident.trigger_json
+            incident.trigger_json = message.header["trigger"] or incident.trigger_json
             incident.firings_json += message.header["firings"]
             incident.blind += [Blind(*row) for row in message.header["blind"]]
             self._commit_facts(incident)
@@ -151,9 +152,11 @@ class Assembler:
             return
         try:
             if incident is not None:
-                self._write(incident, payload)
+                incident.write_payload(payload, self._staging)
         finally:
             self._free(header["incident"], payload)
+        if incident is not None and incident.error:
+            self._finish(incident)
 
     def _firing(self, message: Message) -> None:
         if incident := self._find(message):
@@ -165,7 +168,8 @@ class Assembler:
             if not incident.facts_committed:
                 self._commit_facts(incident)
             incident.blind += [Blind(*row) for row in message.header["blind"]]
-            self._finish(incident)
+            if incident.number in self._incidents:
+                self._finish(incident)
 
     def _discard(self, message: Message) -> None:
         incident = self._incidents.pop(message.header["incident"], None)
@@ -183,29 +187,20 @@ class Assembler:
         assert incident.folder is not None
         answer = {"incident": incident.number, "incident_id": incident.folder.name, "path": str(incident.folder)}
         self._tell("facts_committed", answer)
-        self._report(incident, "")
         waiting, incident.waiting = incident.waiting, []
         for payload in waiting:
-            try:
-                self._write(incident, payload)
-            finally:
-                self._free(incident.number, payload)
+            incident.write_payload(payload, self._staging)
+        self._free(incident.number, *waiting)
+        if incident.error:
+            self._finish(incident)
 
-    def _write(self, incident: Incident, payload: Payload) -> None:
-        before = incident.error
-        incident.write_payload(payload, self._staging)
-        self._report(incident, before)
-
-    def _finish(self, incident: Incident, reason: str | None = None) -> None:
-        before = incident.error
-        answer = incident.finish() if reason is None else incident.finish(reason)
-        self._report(incident, before)
+    def _finish(self, incident: Incident, reason: str = NEVER_ARRIVED) -> None:
+        """Commit and forget it; with an error that is told first (facts and index stand, the tensors do not)."""
+        answer = incident.finish(reason)
         self._incidents.pop(incident.number, None)
-        self._tell("incident_done", answer)
-
-    def _report(self, incident: Incident, before: str) -> None:
-        if incident.error != before:
+        if incident.error:
             self._error(incident.number, "tensors", incident.error)
+        self._tell("incident_done", answer)
 
     def _free(self, number: int, *payloads: Payload) -> None:
         for payload in payloads:

@@ -6,7 +6,7 @@ Owns the incident's folder, its facts while they are collected, and its tensors 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from flightrec.errors import FormatError
-from flightrec.records import NUM_STATISTICS, Firing, Key, RecordLayout
-from flightrec.storage.facts import Blind, Identity, IncidentFacts, IterationFacts, RankFiles
+from flightrec.records import NUM_STATISTICS, Firing, RecordLayout, Severity
+from flightrec.storage.facts import Blind, Identity, IncidentFacts, RankFiles
 from flightrec.storage.write import TensorsFile, write_facts, write_index
 from flightrec.writer import folders, messages
+from flightrec.writer.iteration import Iteration, component_buffers
 from flightrec.writer.shared import Message
 
 NEVER_ARRIVED = "its bytes never reached the writer"
@@ -76,67 +77,6 @@ class RunFacts:
         return [self.quantizers.get(number, unknown) for number in range(max(self.quantizers, default=-1) + 1)]
 
 
-class Iteration:
-    """One iteration of an incident, possibly sent in pieces; and which of its records have bytes on disk."""
-
-    def __init__(self, header: Mapping[str, Any]) -> None:
-        self.header = header
-        self.layouts: list[RecordLayout] = []
-        self._statistics: list[npt.NDArray[np.float64]] = []
-        self.first_record = 0
-        self.paths: list[str] = []
-        self.by_segment: dict[int, list[int]] = {}
-        self.written: set[int] = set()
-        self.complete = False
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Attempt and iteration."""
-        return self.header["attempt"], self.header["iteration"]
-
-    def append(self, header: Mapping[str, Any], layouts: list[RecordLayout], rows: npt.NDArray[np.float64]) -> None:
-        """Add records after those that are here; the newest header holds."""
-        self.header = header
-        self.layouts += layouts
-        self._statistics.append(rows)
-
-    def freeze(self, first_record: int) -> IterationFacts:
-        """No more records: give its facts, and index the records by segment for the payload."""
-        header = self.header
-        statistics = np.concatenate([np.empty((0, NUM_STATISTICS)), *self._statistics])
-        self._statistics = [statistics]
-        facts = IterationFacts(
-            attempt=header["attempt"],
-            iteration=header["iteration"],
-            tick=header["tick"],
-            num_microbatches=header["num_microbatches"],
-            loss=header["loss"],
-            layouts=self.layouts,
-            statistics=statistics,
-            partial=bool(header["partial"]),
-            blind=str(header["blind"]),
-            metrics=header["metrics"],
-        )
-        self.first_record = first_record
-        self.paths = facts.record_paths()
-        for sequence, (layout, path) in enumerate(zip(self.layouts, self.paths, strict=True)):
-            if path:
-                self.by_segment.setdefault(layout.segment, []).append(sequence)
-        return facts
-
-    def missing(self, reason: str) -> list[Blind]:
-        """Rows for what should have bytes in the tensors file and has none."""
-        expected = [sequence for sequence, path in enumerate(self.paths) if path]
-        lost = [sequence for sequence in expected if sequence not in self.written]
-        if not lost:
-            return []
-        reason = self.header["blind"] or reason
-        if not self.written:
-            return [Blind(*self.place, "", "", reason)]
-        keys = dict.fromkeys((self.layouts[n].key.layer, self.layouts[n].key.tensor) for n in lost)
-        return [Blind(*self.place, layer, tensor, reason) for layer, tensor in keys]
-
-
 class Incident:
     """From ``open`` to the committed files.
 
@@ -149,7 +89,7 @@ class Incident:
         header = message.header
         self.run = run
         self.number: int = header["incident"]
-        self.trigger_json = header["trigger"]
+        self.trigger_json: Mapping[str, Any] = header["trigger"]
         self.firings_json: list[Mapping[str, Any]] = list(header["firings"])
         self.extra: dict[str, Any] = header["extra"]
         self.created_ns: int = header["created_ns"]
@@ -164,7 +104,6 @@ class Incident:
         self.tensors_name = ""
         self.tensors: TensorsFile | None = None
         self.error = ""
-        self._records: dict[tuple[int, int, Key], int] = {}
         self._began_s = time.monotonic()
 
     @property
@@ -196,13 +135,14 @@ class Incident:
             OSError: the folder cannot be made.
             WriterError: the facts cannot be written; nothing is left under a final name.
         """
-        run, trigger = self.run, messages.firing_from_json(self.trigger_json)
+        run = self.run
+        if ended:  # the trainer had no time to name the gravest one
+            self.trigger_json = self._gravest()
+        trigger = messages.firing_from_json(self.trigger_json)
         self.iterations = dict(sorted(self.iterations.items()))
         facts_of, row = [], 0
         for iteration in self.iterations.values():
             facts_of.append(iteration.freeze(row))
-            for sequence, layout in enumerate(iteration.layouts):
-                self._records[(*iteration.place, layout.key)] = row + sequence
             row += len(iteration.layouts)
         problem = self._room_problem()
         name = folders.incident_name(run.run_id, run.rank, trigger)
@@ -287,7 +227,7 @@ class Incident:
             "path": str(self.folder),
             "bytes": sum(entry.stat().st_size for entry in self.folder.iterdir()),
             "seconds": time.monotonic() - self._began_s,
-            "num_records": len(self._records),
+            "num_records": sum(len(iteration.layouts) for iteration in self.iterations.values()),
             "num_written": sum(len(iteration.written) for iteration in self.iterations.values()),
             "error": self.error,
         }
@@ -303,7 +243,7 @@ class Incident:
     def _write_segment(self, tensors: TensorsFile, iteration: Iteration, segment: int, area: memoryview) -> None:
         for sequence in iteration.by_segment.get(segment, ()):
             layout = iteration.layouts[sequence]
-            buffers = _component_buffers(layout, area)
+            buffers = component_buffers(layout, area)
             if buffers is None or sequence in iteration.written:
                 continue
             try:
@@ -312,6 +252,15 @@ class Incident:
                 self.blind.append(Blind(*iteration.place, layout.key.layer, layout.key.tensor, str(error)))
             else:
                 iteration.written.add(sequence)
+
+    def _gravest(self) -> Mapping[str, Any]:
+        """The trigger, or the first graver firing since."""
+
+        def when(firing: Mapping[str, Any]) -> tuple[int, int]:
+            return firing["attempt"], firing["iteration"]
+
+        since = [firing for firing in self.firings_json if when(firing) >= when(self.trigger_json)]
+        return max([self.trigger_json, *since], key=lambda firing: Severity(firing["severity"]).order)
 
     def _begin_tensors(self) -> None:
         assert self.folder is not None
@@ -323,10 +272,11 @@ class Incident:
 
     def _firing(self, data: Mapping[str, Any]) -> Firing:
         firing = messages.firing_from_json(data)
-        if firing.key is None:
+        place = firing.attempt, firing.iteration
+        found = [iteration for iteration in self.iterations.values() if iteration.place == place]
+        if firing.key is None or not found:
             return firing
-        record = self._records.get((firing.attempt, firing.iteration, firing.key), -1)
-        return messages.firing_from_json(data, record)
+        return messages.firing_from_json(data, found[0].record_of(firing.key))
 
     def _room_problem(self) -> str:
         """Why the tensors file is not written, or empty. Makes room within the quota."""
@@ -346,17 +296,6 @@ class Incident:
         if free is not None and free < needed:
             return f"no tensors: {needed} bytes needed, {free} free in {run.directory}"
         return ""
-
-
-def _component_buffers(layout: RecordLayout, area: memoryview) -> Sequence[memoryview] | None:
-    """The bytes of each component, ``None`` when they do not all lie in ``area``."""
-    buffers = []
-    for component in layout.components:
-        start = layout.offset_bytes + component.offset_bytes
-        if start + component.num_bytes > area.nbytes:
-            return None
-        buffers.append(area[start : start + component.num_bytes])
-    return buffers
 
 
 def _history(message: Message) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]:

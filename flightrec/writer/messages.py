@@ -9,6 +9,9 @@ Trainer to writer, in the order of an incident's life: ``start`` (the client sen
 Writer to trainer (headers): ``ready`` {pid}; ``salvaged`` {paths}; ``facts_committed`` {incident, incident_id, path};
 ``free`` {incident, tick, offsets}; ``incident_done`` {incident, incident_id, path, bytes, seconds, num_records,
 num_written, error}; ``discarded`` {incident}; ``error`` {incident (-1: none in particular), stage, message}.
+
+After ``error`` the writer is done with that incident: what it had staged is freed and its later messages are ignored.
+With ``stage`` ``tensors`` facts and index stand and an ``incident_done`` follows; else nothing has a final name.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 from flightrec.records import NUM_STATISTICS, Firing, Key, Phase, QuantizerInfo, RecordLayout, Severity, Stage
-from flightrec.storage.facts import Blind
 
 Outgoing = tuple[str, dict[str, Any], tuple[Any, ...]]
 """Arguments of ``WriterClient.send``: kind, header, blobs."""
+
+Blind = tuple[int, int, str, str, str]
+"""What was not recorded: attempt, iteration (-1: all), layer, tensor, reason. ``storage.facts.Blind`` is one."""
 
 
 def key_to_json(key: Key) -> list[Any]:
@@ -200,7 +205,7 @@ def payload(incident: int, tick: int, segments: Sequence[tuple[int, int, int]], 
         tick: which iteration.
         segments: (segment index, staging offset, bytes); the bytes are the segment's area of the tick's slot from its
             start, so a record lies at ``staging offset + layout.offset_bytes``.
-        last: no more payload follows for this tick.
+        last: no more payload follows for this tick: what is missing now was not staged, whatever happens later.
     """
     rows = [list(segment) for segment in segments]
     return "payload", {"incident": incident, "tick": tick, "segments": rows, "last": last}, ()

@@ -161,15 +161,22 @@ def main(arguments: list[str]) -> int:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(format="%(asctime)s %(message)s")
-    with contextlib.suppress(OSError):
-        os.nice(NICENESS)
-    with contextlib.suppress(OSError, AttributeError):
-        # No preemption of the trainer's threads on wake-up.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    _lower_priority()
     memory_fd, socket_fd, trainer_fd, trainer_pid = map(int, arguments)
     memory = SharedMemory.attach(memory_fd)
     WriterLoop(memory, socket.socket(fileno=socket_fd), trainer_fd, trainer_pid).run()
     return 0
+
+
+def _lower_priority() -> None:
+    """Let the trainer go first, where both want the same core."""
+    with contextlib.suppress(OSError):
+        os.nice(NICENESS)
+    # A session of its own is a scheduling group of its own (autogroup): between groups only the group's value counts.
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as group:
+        group.write(str(NICENESS))
+    with contextlib.suppress(OSError, AttributeError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # never preempts another on waking up
 
 
 if __name__ == "__main__":

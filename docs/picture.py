@@ -1,0 +1,40 @@
+"""Draws `flightrec inspect` as it looks in a terminal: ``python docs/picture.py INCIDENT docs/inspect.svg``."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+
+from flightrec.reports import text
+from flightrec.reports.summary import summarize_path
+
+THEME = TerminalTheme(
+    (24, 26, 31),
+    (214, 216, 221),
+    [(40, 42, 48), (224, 108, 117), (152, 195, 121), (229, 192, 123)]
+    + [(97, 175, 239), (198, 120, 221), (86, 182, 194), (214, 216, 221)],
+)
+
+
+def main(incident: str, picture: str) -> None:
+    """Render one incident's report to an SVG file."""
+    document = summarize_path(Path(incident))
+    # Where and when it was drawn is nobody's business in a picture.
+    document["incident"].update(host="node-17", path=Path(incident).name)
+    console = Console(
+        file=io.StringIO(), record=True, width=text.WIDTH, force_terminal=True, color_system="truecolor", markup=False
+    )
+    text.render(document, console)
+    svg = console.export_svg(title="flightrec inspect", theme=THEME)
+    svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # a picture loads nothing from elsewhere
+    svg = svg.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
+    Path(picture).write_text("\n".join(line.rstrip() for line in svg.splitlines() if line.strip()) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

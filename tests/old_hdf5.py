@@ -1,0 +1,132 @@
+"""Reads incidents with an old h5py (2.10, HDF5 1.10) and an old h5dump; needs Python 3.6 or later, numpy and h5py only.
+
+Usage: python old_hdf5.py FOLDER... Every .h5 file below the folders is read: attributes, all tables, all payload with
+its checksums, all links. Ends with 1 if anything is wrong, or if there was nothing to read.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+
+import numpy as np
+
+try:
+    import h5py
+except ImportError:  # h5dump alone is worth running too
+    h5py = None
+
+
+def files_below(folders):
+    for folder in folders:
+        for root, _, names in sorted(os.walk(folder)):
+            for name in sorted(names):
+                if name.endswith(".h5") and not name.startswith("."):
+                    yield os.path.join(root, name)
+
+
+def text(value):
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def expect(condition, message):
+    if not condition:
+        raise ValueError(message)
+
+
+def read_facts(file):
+    names = [text(name) for name in file["names"][()]]
+    records = file["records"][()]
+    for column in ("layer", "tensor", "part", "shape", "path"):
+        expect(len(records) == 0 or records[column].max() < len(names), "a column points beyond /names")
+    iterations = file["iterations"][()]
+    expect(iterations["num_records"].sum() == len(records), "/iterations does not add up to /records")
+    expect(len(file["firings"][()]) > 0, "no firing")
+    expect(text(file["config"][()]) != "", "no configuration")
+
+
+def read_tensors(file):
+    """Every array, through h5py and through the file offsets of /components; give the number of arrays."""
+    names = [text(name) for name in file["names"][()]]
+    arrays = {}
+
+    def visit(path, item):
+        if isinstance(item, h5py.Dataset) and "/" in path:
+            arrays.setdefault(path.rsplit("/", 1)[1], []).append(item)
+
+    file.visititems(visit)
+    crcs = {}
+    for name, found in arrays.items():
+        for dataset in found:
+            content = np.ascontiguousarray(dataset[()]).tobytes()
+            crcs.setdefault(name, []).append(zlib.crc32(content) & 0xFFFFFFFF)
+    table = file["components"][()]
+    for row in table:
+        name = names[row["component"]]
+        expect(int(row["crc32"]) in crcs.get(name, []), "no array %s has the checksum of /components" % name)
+    with open(file.filename, "rb") as raw:
+        for row in table[:200]:
+            if row["bytes"] and row["offset"] >= 0:
+                raw.seek(int(row["offset"]))
+                content = raw.read(int(row["bytes"]))
+                expect(zlib.crc32(content) & 0xFFFFFFFF == int(row["crc32"]), "bytes at an offset differ")
+    return sum(map(len, arrays.values()))
+
+
+def read_index(file):
+    for row in file["ranks"][()]:
+        group = file["rank%05d" % row["rank"]]
+        for link in group:
+            expect(group[link].attrs["incident_id"] == file.attrs["incident_id"], "a link leads to another incident")
+
+
+def read(path):
+    """Read one file; give what it is, in words."""
+    with h5py.File(path, "r") as file:
+        expect(text(file.attrs["format"]) == "flightrec-incident", "attribute format")
+        expect(text(file.attrs["format_version"]).split(".")[0] == "1", "attribute format_version")
+        expect(int(file.attrs["complete"]) == 1, "not complete")
+        kind = text(file.attrs["kind"])
+        if kind == "facts":
+            read_facts(file)
+        elif kind == "index":
+            read_index(file)
+        elif kind == "tensors":
+            return "tensors, %d arrays" % read_tensors(file)
+        return kind
+
+
+def dump(program, path):
+    """Run h5dump over the headers of one file."""
+    done = subprocess.Popen([program, "-H", path], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    out, error = done.communicate()
+    expect(done.returncode == 0, "h5dump: " + error.decode("utf-8", "replace").strip()[-300:])
+    expect(b"HDF5" in out, "h5dump printed nothing")
+
+
+def main(folders):
+    program = shutil.which("h5dump")
+    version = "none"
+    if program:
+        version = subprocess.check_output([program, "--version"]).decode().strip()
+    print("h5py: %s; h5dump: %s" % (h5py.version.hdf5_version if h5py else "none", version))
+    paths = list(files_below(folders))
+    failed = 0
+    for path in paths:
+        try:
+            told = read(path) if h5py else "headers"
+            if program:
+                dump(program, path)
+            print("%s: %s" % (path, told))
+        except Exception as error:  # noqa: BLE001  # one bad file must not hide the others
+            failed += 1
+            print("%s: FAILED: %s: %s" % (path, type(error).__name__, error))
+    if not paths:
+        print("no .h5 file below %s" % ", ".join(folders))
+    print("%d passed, %d failed" % (len(paths) - failed, failed))
+    return 1 if failed or not paths or not (h5py or program) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

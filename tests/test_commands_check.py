@@ -1,0 +1,75 @@
+"""``flightrec check --model``: what would be recorded of a model, in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from test_cli import flightrec
+
+pytest.importorskip("torch")
+
+MODELS = """
+import torch
+
+def alone():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+
+def with_step():
+    model = alone()
+    return model, lambda: model(torch.ones(3, 8)).sum().backward()
+
+def broken():
+    raise RuntimeError("no such checkpoint")
+
+def bad_step():
+    return alone(), lambda: 1 / 0
+
+def number():
+    return 7
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "models.py").write_text(MODELS)
+    (tmp_path / "c.yaml").write_text("select: [{layers: '*', tensors: [activation, gradient]}]\n")
+    return tmp_path
+
+
+def test_with_step_tells_the_ring(folder: Path) -> None:
+    done = flightrec("check", "c.yaml", "--model", "models:with_step", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "activation" in done.stdout.split("Sequential")[1]
+    assert not (folder / "incidents").exists()
+
+
+def test_without_step_tells_the_layers(folder: Path) -> None:
+    done = flightrec("check", "c.yaml", "--model", "models:alone", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "(model, step)" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("target", "word"),
+    [
+        ("models:broken", "no such checkpoint"),
+        ("models:bad_step", "ZeroDivisionError"),
+        ("models:number", "int"),
+        ("models:absent", "absent"),
+        ("nowhere:alone", "nowhere"),
+        ("models", "package.module:factory"),
+    ],
+)
+def test_what_cannot_be_used_is_told_in_one_sentence(folder: Path, target: str, word: str) -> None:
+    done = flightrec("check", "c.yaml", "--model", target, cwd=folder)
+    assert done.returncode == 2
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_selected(folder: Path) -> None:
+    (folder / "c.yaml").write_text("select: [{layers: 'decoder.*', tensors: [activation]}]\n")
+    done = flightrec("check", "c.yaml", "--model", "models:alone", cwd=folder)
+    assert done.returncode == 2
+    assert "no entry matches" in done.stderr

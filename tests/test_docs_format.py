@@ -1,0 +1,75 @@
+"""The code in docs/format.md runs, without flightrec, and says what the reader says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from flightrec.codecs import base
+from flightrec.records import Statistic
+from flightrec.storage import schema
+from flightrec.storage.read import open_incident
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "format.md").read_text()
+BLOCKS = re.findall(r"<!-- run -->\n```python\n(.*?)```", PAGE, re.DOTALL)
+BARRIER = """
+import sys
+for name in ("flightrec", "torch", "ml_dtypes"):
+    sys.modules[name] = None  # importing it fails
+"""
+
+
+def run(block: str, results: tuple[str, ...], folder: Path, target: Path) -> dict[str, np.ndarray]:
+    save = f"\nnp.savez({str(target)!r}, {', '.join(f'{name}={name}' for name in results)})\n"
+    done = subprocess.run(
+        [sys.executable, "-I", "-W", "error", "-c", BARRIER + block + save],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    with np.load(target) as found:
+        return {name: found[name] for name in results}
+
+
+def test_reading_tensors(tmp_path: Path) -> None:
+    found = run(BLOCKS[0], ("bfloat16", "e4m3", "dequantized"), ROOT / "tests" / "golden", tmp_path / "x.npz")
+    with open_incident(ROOT / "tests" / "golden" / "incident-1.0.index.h5") as incident:
+        record = incident.records(layer="blocks.1.fc1", tensor="activation")[-1]
+        assert found["bfloat16"].tobytes() == record.high_precision.tobytes()
+        assert np.array_equal(found["dequantized"].astype("f4"), record.quantized.dequantize(), equal_nan=True)
+
+
+def test_every_e4m3_code(tmp_path: Path) -> None:
+    lines = BLOCKS[0].splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("codes ="))
+    stop = next(number for number, line in enumerate(lines) if line.startswith("e4m3["))
+    block = "import numpy as np\ngroup = {'data': np.arange(256, dtype='u1')}\n" + "\n".join(lines[start : stop + 1])
+    found = run(block, ("e4m3",), tmp_path, tmp_path / "x.npz")["e4m3"].astype("f4")
+    expected = base.decode(np.arange(256, dtype="u1"), "float8_e4m3fn")
+    assert np.array_equal(found, expected, equal_nan=True)
+    assert np.array_equal(np.signbit(found[[0, 128]]), [False, True])
+
+
+def test_the_other_codes(tmp_path: Path) -> None:
+    found = run(BLOCKS[1], ("e5m2", "e8m0", "e2m1"), tmp_path, tmp_path / "x.npz")
+    codes = np.arange(256, dtype="u1")
+    for name, form in (("e5m2", "float8_e5m2"), ("e8m0", "float8_e8m0fnu"), ("e2m1", "float4_e2m1fn_x2")):
+        assert np.array_equal(found[name].astype("f4"), base.decode(codes, form), equal_nan=True)
+
+
+def test_the_page_names_every_column_and_format() -> None:
+    words = set(re.findall(r"`([a-z0-9_]+)`", PAGE))
+    tables = (schema.RECORD, schema.ITERATION, schema.FIRING, schema.BLIND, schema.QUANTIZER, schema.COMPONENT)
+    for table in (*tables, schema.RANK):
+        assert set(table.names or ()) <= words
+    assert {statistic.name.lower() for statistic in Statistic} <= words
+    assert {name for name, form in base.FORMATS.items() if not form.is_native} <= words
+    assert f"version {schema.FORMAT_VERSION}" in PAGE

@@ -1,0 +1,85 @@
+"""Files of every format version that was ever released must be read for ever: never rewrite what stands in golden/."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from storage_samples import GOLDEN_ACTIVATION, GOLDEN_CODES, GOLDEN_ODD_LAYER, write_golden
+
+from flightrec.analysis.incident import Incident, open_incident
+from flightrec.records import Key, Representation, Severity, Stage
+from flightrec.storage.facts import Blind
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.fixture(params=["kept", "written now"])
+def incident(request: pytest.FixtureRequest, tmp_path: Path):
+    folder = GOLDEN if request.param == "kept" else write_golden(tmp_path)
+    with open_incident(folder / "incident-1.0.index.h5") as opened:
+        yield opened
+
+
+def test_identity_and_facts(incident: Incident) -> None:
+    assert incident.incident_id == "incident-1.0"
+    assert (incident.run_id, incident.attempt, incident.world_size, incident.host) == ("run", 0, 1, "host")
+    assert incident.created_ns == 1_700_000_000_000_000_000
+    assert incident.versions == {"flightrec": "0.1.0"}
+    assert incident.environment == {"argv": ["train.py"]}
+    assert incident.config_text == "triggers: [{kind: nonfinite}]\n"
+    assert [(entry.iteration, entry.loss, entry.num_records) for entry in incident.iterations] == [
+        (11, 5.5, 4),
+        (12, 6.0, 4),
+    ]
+    assert incident.blind == [
+        Blind(0, 10, "", "", "no slot was free"),
+        Blind(0, 13, "blocks.1.fc1", "weight", "staging was full"),
+    ]
+    iterations, values = incident.history["loss"]
+    assert iterations.tolist() == [9, 10, 11, 12]
+    assert values[:3].tolist() == [0.9, 0.8, 0.7]
+
+
+def test_firings(incident: Incident) -> None:
+    assert incident.trigger.key == Key("blocks.1.fc1", "activation", microbatch=0)
+    assert (incident.trigger.iteration, incident.trigger.record) == (12, 4)
+    assert [firing.rule for firing in incident.firings] == ["nan", "late"]
+    late = incident.firings[1]
+    assert late.severity is Severity.WARNING
+    assert late.key == Key(GOLDEN_ODD_LAYER, "gradient", "aux.0/x", microbatch=1, stage=Stage.BACKWARD)
+
+
+def test_high_precision_and_codes(incident: Incident) -> None:
+    for record in incident.records(layer="blocks.*", tensor="activation"):
+        assert record.representation is Representation.BOTH
+        assert record.dtype == "bfloat16"
+        assert record.raw("high_precision").tobytes() == GOLDEN_ACTIVATION.tobytes()
+        assert record.high_precision.tobytes() == (GOLDEN_ACTIVATION.astype("u4") << 16).tobytes()
+        assert record.quantized.components["data"].tobytes() == GOLDEN_CODES.tobytes()
+        expected = [[0.25, -0.5, np.nan], [2.0**-11, -0.0, 112.0]]
+        assert np.array_equal(record.quantized.dequantize(), np.float32(expected), equal_nan=True)
+
+
+def test_blocks_with_packed_codes_and_an_odd_shape(incident: Incident) -> None:
+    record = incident.records(tensor="weight")[0]
+    assert record.shape == (1, 5)
+    assert record.quantized.metadata["metadata"] == {"note": [1, None]}
+    assert record.quantized.dequantize().tolist() == [[0.25, 0.5, 0.75, 1.0, -24.0]]
+
+
+def test_odd_names_and_records_without_bytes(incident: Incident) -> None:
+    odd, loss = incident.records(iteration=12)[2:]
+    assert odd.key.layer == GOLDEN_ODD_LAYER
+    assert odd.high_precision.tobytes() == np.array([1.5, -0.0]).tobytes()
+    assert loss.representation is Representation.STATISTICS
+    assert loss.high_precision is None
+    assert loss.why_absent == "does not fit into the ring"
+    assert loss.statistics["sum"] == 0.25
+
+
+def test_blame(incident: Incident) -> None:
+    first, second = incident.blame()
+    assert (first.kind, first.rule, first.record, first.side) == ("nonfinite", "nan", 4, "high_precision")
+    assert (second.kind, second.rule, second.key.layer) == ("amax_spike", "late", GOLDEN_ODD_LAYER)
