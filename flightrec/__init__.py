@@ -20,11 +20,11 @@ from flightrec.errors import (
 )
 
 if TYPE_CHECKING:
+    from flightrec.analysis.incident import Incident as Incident
+    from flightrec.analysis.incident import open_incident as open  # noqa: A004
     from flightrec.config.model import Config as Config
     from flightrec.recorder import Recorder as Recorder
     from flightrec.sources.quantized import Quantized as Quantized
-    from flightrec.analysis.incident import Incident as Incident
-    from flightrec.analysis.incident import open_incident as open  # noqa: A004
 
 __version__ = "0.1.0"
 

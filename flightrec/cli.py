@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -35,7 +36,11 @@ app.command("inspect")(inspect.inspect)
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"flightrec {__version__}")
+        try:
+            version = metadata.version("torch-flightrec")
+        except metadata.PackageNotFoundError:
+            version = "(a checkout that is not installed)"
+        typer.echo(f"flightrec {version}")
         raise typer.Exit
 
 

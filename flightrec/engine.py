@@ -8,7 +8,6 @@ pinned memory, reads verdicts that have arrived, and waits for nothing.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,7 +87,6 @@ class Engine:
         )
         self._host_firings: dict[int, list[Firing]] = {}
         self._false = torch.zeros((), dtype=torch.bool, device=device)
-        self._uploads: deque[tuple[int, torch.Tensor]] = deque()
         self._scalar_rows: list[tuple[Key, int]] = []
         self._num_layouts_seen = 0
         self.ring.begin(first_tick)
@@ -193,11 +191,10 @@ class Engine:
         releases = self.flusher.take_releases()
         if not releases:
             return None
-        host = torch.full((self.ring.num_slots,), -1, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        words = host.numpy()
+        release = torch.full((self.ring.num_slots,), -1, dtype=torch.int64, device=self.device)
         for slot, tick in releases:
-            words[slot] = tick
-        return host.to(self.device, non_blocking=True)
+            release[slot : slot + 1].fill_(tick)  # scalars travel with the launch: no host memory to keep alive
+        return release
 
     # -- a verdict on the host ---------------------------------------------------------------------------------------
 
@@ -240,9 +237,9 @@ class Engine:
             where[layout.row] = (sequence, layout)
         firings = []
         for fired in view.firings[:MAX_FIRINGS]:
-            sequence, layout = where.get(fired.row, (-1, None))
-            if layout is None:
+            if fired.row not in where:
                 continue
+            sequence, layout = where[fired.row]
             rule = self._rules[fired.rule]
             message = self.evaluator.explain(
                 fired.rule, layout.key, fired.value, fired.threshold, view.statistics[fired.row], watch=fired.watch

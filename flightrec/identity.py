@@ -138,13 +138,14 @@ def _count(variable: str) -> int:
 
 
 def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    return {package: found for package in PACKAGES if (found := _version(package))}
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _working_directory() -> str:

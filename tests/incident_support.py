@@ -91,9 +91,7 @@ def write_incident(
     """Write facts, tensors and index of a NaN that began in ``blocks.0.fc2``; give the incident's folder."""
     folder = directory / incident_id
     folder.mkdir(parents=True)
-    made = [
-        record if number != SPOILED else _renamed(record, layer) for number, record in enumerate(layouts())
-    ]
+    made = [record if number != SPOILED else _renamed(record, layer) for number, record in enumerate(layouts())]
     iterations = []
     for iteration in range(FIRST_ITERATION, FAULTY_ITERATION + 1):
         rows = statistics(len(made), amax=50.0 if amax_grows and iteration > FIRST_ITERATION else 1.0)

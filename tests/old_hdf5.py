@@ -1,4 +1,4 @@
-"""Reads incidents with an old h5py (2.10, HDF5 1.10) and an old h5dump; needs Python 3.6 or later, numpy and h5py only.
+"""Reads incidents with an old h5py (2.10, HDF5 1.10) and an old h5dump; needs Python 3.8 or later, numpy and h5py only.
 
 Usage: python old_hdf5.py FOLDER... Every .h5 file below the folders is read: attributes, all tables, all payload with
 its checksums, all links. Ends with 1 if anything is wrong, or if there was nothing to read.
@@ -64,7 +64,7 @@ def read_tensors(file):
     table = file["components"][()]
     for row in table:
         name = names[row["component"]]
-        expect(int(row["crc32"]) in crcs.get(name, []), "no array %s has the checksum of /components" % name)
+        expect(int(row["crc32"]) in crcs.get(name, []), f"no array {name} has the checksum of /components")
     with open(file.filename, "rb") as raw:
         for row in table[:200]:
             if row["bytes"] and row["offset"] >= 0:
@@ -76,7 +76,7 @@ def read_tensors(file):
 
 def read_index(file):
     for row in file["ranks"][()]:
-        group = file["rank%05d" % row["rank"]]
+        group = file[f"rank{row['rank']:05d}"]
         for link in group:
             expect(group[link].attrs["incident_id"] == file.attrs["incident_id"], "a link leads to another incident")
 
@@ -93,7 +93,7 @@ def read(path):
         elif kind == "index":
             read_index(file)
         elif kind == "tensors":
-            return "tensors, %d arrays" % read_tensors(file)
+            return f"tensors, {read_tensors(file)} arrays"
         return kind
 
 
@@ -107,10 +107,10 @@ def dump(program, path):
 
 def main(folders):
     program = shutil.which("h5dump")
-    version = "none"
+    version = "no h5dump"
     if program:
         version = subprocess.check_output([program, "--version"]).decode().strip()
-    print("h5py: %s; h5dump: %s" % (h5py.version.hdf5_version if h5py else "none", version))
+    print(f"HDF5 of h5py: {h5py.version.hdf5_version if h5py else 'none'}; {version}")
     paths = list(files_below(folders))
     failed = 0
     for path in paths:
@@ -118,13 +118,13 @@ def main(folders):
             told = read(path) if h5py else "headers"
             if program:
                 dump(program, path)
-            print("%s: %s" % (path, told))
-        except Exception as error:  # noqa: BLE001  # one bad file must not hide the others
+            print(f"{path}: {told}")
+        except Exception as error:  # one bad file must not hide the others
             failed += 1
-            print("%s: FAILED: %s: %s" % (path, type(error).__name__, error))
+            print(f"{path}: FAILED: {type(error).__name__}: {error}")
     if not paths:
-        print("no .h5 file below %s" % ", ".join(folders))
-    print("%d passed, %d failed" % (len(paths) - failed, failed))
+        print(f"no .h5 file below {', '.join(folders)}")
+    print(f"{len(paths) - failed} passed, {failed} failed")
     return 1 if failed or not paths or not (h5py or program) else 0
 
 

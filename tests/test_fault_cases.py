@@ -414,5 +414,3 @@ def test_f39_bits_survive_and_plain_h5py_reads_them(tmp_path):
                 assert group["data"].attrs["format"] == record.key.layer
                 assert group["data"].dtype == np.uint8
                 assert group["data"][()].tolist() == CODES[record.key.layer][1]
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 
 import numpy as np
@@ -70,7 +71,7 @@ def only(directory):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_losses_gradients_and_parameters_are_bit_identical(precision, checkpointing, tmp_path):
     data = batches(6, 2, device="cuda", rows=64)
-    for x in sum(data, []):
+    for x in itertools.chain.from_iterable(data):
         x.requires_grad_(checkpointing == "reentrant")
     plain = train(net_of(precision, checkpointing=checkpointing), data, precision=precision)
     net = net_of(precision, checkpointing=checkpointing)

@@ -19,7 +19,8 @@ TESTS = Path(__file__).parent
 
 
 def start(body: str, *arguments: str, **environment: str) -> subprocess.Popen:
-    head = f"import sys; sys.path.insert(0, {str(TESTS)!r})\nimport math, os, signal, torch, flightrec\nfrom models import *\n"
+    head = f"import sys; sys.path.insert(0, {str(TESTS)!r})\n"
+    head += "import math, os, signal, torch, flightrec\nfrom models import *\n"
     return subprocess.Popen(
         [sys.executable, "-c", head + textwrap.dedent(body), *arguments],
         env={**os.environ, **environment},

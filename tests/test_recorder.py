@@ -80,9 +80,14 @@ def test_the_tensors_are_those_of_the_run(tmp_path):
     net, seen = make("fp32"), {}
     with flightrec.Recorder(config(2, 0), directory=tmp_path) as recorder:
         recorder.attach(net)
-        net.blocks[1].fc1.register_forward_hook(lambda m, a, o: seen.setdefault("output", []).append(o.detach().clone()))
         net.blocks[1].fc1.register_forward_hook(
-            lambda m, a, o: seen.setdefault("weight", []).append(m.weight.detach().clone())
+            lambda m, a, o: (
+                (
+                    seen.setdefault("output", []).append(o.detach().clone()),
+                    seen.setdefault("weight", []).append(m.weight.detach().clone()),
+                )[:0]
+                or None
+            )
         )
         train(
             net,
@@ -213,7 +218,8 @@ def test_an_exception_writes_what_the_ring_holds_and_goes_on(tmp_path):
         (3, False),
         (4, True),
     ]
-    assert incident.records(layer="blocks.0.fc1", tensor="wgrad", part="", iteration=4)[0].high_precision.shape == (64, 32)
+    (wgrad,) = incident.records(layer="blocks.0.fc1", tensor="wgrad", part="", iteration=4)
+    assert wgrad.high_precision.shape == (64, 32)
     assert not incident.records(tensor="parameter", iteration=4)
 
 
@@ -235,10 +241,10 @@ def test_a_loop_that_raises_on_the_nan_itself_gets_the_nan_blamed(tmp_path):
 
 def test_an_exception_in_the_first_iteration_is_recorded(tmp_path):
     net = make()
-    with pytest.raises(ValueError), flightrec.Recorder(config(), directory=tmp_path) as recorder:
+    with pytest.raises(ValueError, match="first"), flightrec.Recorder(config(), directory=tmp_path) as recorder:
         recorder.attach(net)
         loss_of(net, batches(1)[0][0])
-        raise ValueError
+        raise ValueError("the first")
     assert only(tmp_path).records(layer="blocks.0.fc1", tensor="activation")
 
 
@@ -292,7 +298,7 @@ def test_an_uncaught_exception_of_a_thread_is_recorded(tmp_path, monkeypatch):
 
 def test_limit_and_cooldown_count_and_a_fault_is_never_kept_out_by_warnings(tmp_path):
     rules = [
-        {"kind": "amax_spike", "name": "noisy", "min_samples": 1, "window": 1, "min_numel": 1, "confirm": 1, "rearm": 1},
+        {"kind": "amax_spike", "min_samples": 1, "window": 1, "min_numel": 1, "confirm": 1, "rearm": 1},
         {"kind": "nonfinite"},
     ]
     made = config(1, 0, triggers=rules, incident={"after": 0, "limit": 4, "cooldown": 0})

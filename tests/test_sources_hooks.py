@@ -19,6 +19,8 @@ from sources_support import (
 )
 from torch import nn
 
+from flightrec.sources.hooks import inert
+
 
 def test_the_outer_of_two_modules_that_return_one_tensor_sees_its_gradient_first():
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4)))
@@ -106,6 +108,9 @@ def test_copies_and_pickles_of_a_watched_model_are_not_watched():
     with Watch(model, sink):
         averaged = copy.deepcopy(model)
         loaded = pickle.loads(pickle.dumps(model))
+        for other in (averaged, loaded):
+            assert set(other[0]._forward_hooks.values()) == {inert}
+            assert set(other[0]._forward_pre_hooks.values()) == {inert}
         square(averaged, torch.ones(1, 2)).backward()
         square(loaded, torch.ones(1, 2)).backward()
         assert not sink.seen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 
 import pytest
@@ -19,7 +20,7 @@ ALL = {"select": [{"tensors": "*", "phases": ["train", "recompute"]}]}
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "torchao"])
 def test_losses_gradients_and_parameters_are_bit_identical(precision, checkpointing, tmp_path):
     data = batches(6, 2)
-    for x in sum(data, []):
+    for x in itertools.chain.from_iterable(data):
         x.requires_grad_(checkpointing == "reentrant")
     plain = train(make(precision, checkpointing=checkpointing), data, precision=precision)
 

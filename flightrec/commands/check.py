@@ -66,11 +66,8 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     for rule in config.triggers:
         yield "rule", f"{rule.name} ({rule.kind}, {rule.severity.value})"
     quota = config.incident.disk_quota
-    yield (
-        "incidents",
-        f"at most {config.incident.limit} a rule, {config.incident.cooldown} iterations apart, "
-        f"{'no disk quota' if quota is None else f'at most {quota} bytes'}",
-    )
+    space = "no disk quota" if quota is None else f"at most {quota / 2**30:.3g} GiB"
+    yield "incidents", f"at most {config.incident.limit} a rule, {config.incident.cooldown} iterations apart, {space}"
 
 
 def _memory(config: Config) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -13,6 +13,9 @@ from rich.syntax import Syntax
 from flightrec.errors import MissingExtraError
 from flightrec.reports.text import report_console
 
+if TYPE_CHECKING:
+    from flightrec.demo.run import Options
+
 _MIN_ITERATIONS = 80
 """``amax_spike`` judges from 64 samples on; some more show that it stays silent."""
 
@@ -20,7 +23,9 @@ _MIN_ITERATIONS = 80
 def demo(
     directory: Annotated[
         Path | None,
-        typer.Option("--directory", help="Where incidents go and stay. Without it: a temporary folder.", show_default=False),
+        typer.Option(
+            "--directory", help="Where incidents go and stay. Without it: a temporary folder.", show_default=False
+        ),
     ] = None,
     iterations: Annotated[
         int, typer.Option("--iterations", min=_MIN_ITERATIONS, help="Healthy iterations before the fault.")
@@ -33,27 +38,47 @@ def demo(
     """
     console = report_console()
     if directory is not None:
-        _finish(_run(directory, iterations, console), directory, console, stays=True)
-        return
-    if keep:
-        folder = Path(tempfile.mkdtemp(prefix="flightrec-demo-"))
-        _finish(_run(folder, iterations, console), folder, console, stays=True)
-        return
-    with tempfile.TemporaryDirectory(prefix="flightrec-demo-") as name:
-        _finish(_run(Path(name), iterations, console), Path(name), console, stays=False)
+        right = _run(directory, iterations, console)
+    elif keep:
+        directory = Path(tempfile.mkdtemp(prefix="flightrec-demo-"))
+        right = _run(directory, iterations, console)
+    else:
+        with tempfile.TemporaryDirectory(prefix="flightrec-demo-") as name:
+            right = _run(Path(name), iterations, console)
+    console.print(f"The incidents stay in {directory}" if directory else "Their folder is removed (--keep keeps it).")
+    if not right:
+        raise typer.Exit(1)
 
 
 def _run(directory: Path, iterations: int, console: Console) -> bool:
-    """Run the demo; tell whether the layer that was spoiled is the one that is blamed."""
     try:
-        from flightrec.demo import run, story
+        from flightrec.demo.run import Options
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         message = "the demo trains a model and needs torch: pip install 'torch-flightrec[torchao]'"
         raise MissingExtraError(message) from error
+    return show(Options(directory=directory, num_iterations=iterations), console)
+
+
+def show(options: Options, console: Console) -> bool:
+    """Run the demonstration and tell it.
+
+    Args:
+        options: what is run.
+        console: where everything is told.
+
+    Returns:
+        Whether nothing was written while all was well, and each incident blames the layer that was spoiled.
+
+    Raises:
+        FlightrecError: the recorder cannot start, or an incident cannot be read.
+    """
+    from flightrec.demo import story
+    from flightrec.demo.run import train
+
     _title(console, "1. A small GPT learns Python's manual in FP8, with the recorder on")
-    outcome = run.train(run.Options(directory=directory, num_iterations=iterations), console)
+    outcome = train(options, console)
     if outcome.num_files_when_healthy:
         console.print("The recorder wrote files although nothing was wrong.", style="bold red")
         return False
@@ -78,12 +103,6 @@ def _run(directory: Path, iterations: int, console: Console) -> bool:
     right = story.is_blamed(outcome.incidents, outcome.spoiled_layer)
     console.print(f"spoiled: {outcome.spoiled_layer}; blamed: {'the same, in every incident' if right else 'another'}")
     return right
-
-
-def _finish(right: bool, directory: Path, console: Console, *, stays: bool) -> None:
-    console.print(f"The incidents stay in {directory}" if stays else "The temporary folder is removed (--keep keeps it).")
-    if not right:
-        raise typer.Exit(1)
 
 
 def _title(console: Console, text: str) -> None:

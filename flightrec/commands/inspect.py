@@ -14,8 +14,9 @@ from flightrec.reports import text
 
 def inspect(
     path: Annotated[Path, typer.Argument(help="An incident: its folder, its index, or one rank's file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON; docs/inspect.md tells the form.")]
-    = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as JSON; docs/inspect.md tells the form.")
+    ] = False,
 ) -> None:
     """Tell what fired, where it began, the fault's way through the layers, and the statistics around it."""
     document = read_in_child("flightrec.reports.summary:summarize_path", path)

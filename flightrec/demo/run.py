@@ -139,9 +139,7 @@ def _train(options: Options, console: Console) -> Outcome:
             num_files = len(_files(options.directory) - before)
             console.print(f"{options.num_iterations} healthy iterations, {num_files} files written.")
             fault = OutlierChannel(model, block=options.block, channel=options.channel)
-            console.print(
-                f"Now channel {fault.channel} of what {fault.layer} reads grows from iteration to iteration."
-            )
+            console.print(f"Now channel {fault.channel} of what {fault.layer} reads grows from iteration to iteration.")
             _spoiled(fault, iterate, progress)
     folders = {path.parent for path in _files(options.directory) - before if path.name.endswith(".facts.h5")}
     return Outcome(
@@ -160,7 +158,7 @@ def _iterate(model: GPT, optimizer: torch.optim.Optimizer, recorder: Recorder, b
     optimizer.step()
     optimizer.zero_grad()
     recorder.step(loss=loss)
-    return loss.item()  # the demo wants to show it; the recorder never waits for it
+    return float(loss.item())  # the demo wants to show it; the recorder never waits for it
 
 
 def _healthy(options: Options, iterate: Callable[[], float], progress: Progress) -> None:

@@ -6,15 +6,13 @@ them; on the CPU a copy is a ``memcpy`` of one slot a step. Makes no CUDA call u
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
+from flightrec.kernels import pinned
 from flightrec.writer.client import WriterClient
-
-logger = logging.getLogger("flightrec")
 
 Segment = tuple[int, int, int]
 """Segment index, staging offset, bytes."""
@@ -117,26 +115,15 @@ def staging_tensor(client: WriterClient) -> torch.Tensor:
 
 
 def pin(staging: torch.Tensor, num_bytes: int) -> int:
-    """Pin the first ``num_bytes`` of the arena for copies from CUDA; waits about 0.8 s a GiB, once.
+    """Page-lock the first ``num_bytes`` of the arena for copies from CUDA, once; waits.
 
     Returns:
-        Bytes that are pinned: 0 when the driver refused (copies then run at the speed of pageable memory).
+        Bytes that are locked; 0 if the driver refused.
     """
     num_bytes = min(num_bytes, staging.numel())
-    if num_bytes == 0:
-        return 0
-    code = int(torch.cuda.cudart().cudaHostRegister(staging.data_ptr(), num_bytes, 0))
-    if code != 0:
-        logger.warning(
-            "flightrec: pinning %d bytes of staging memory failed (CUDA error %d): incidents will be copied more "
-            "slowly; lower incident.staging_memory or raise the limit of locked memory (ulimit -l).",
-            num_bytes,
-            code,
-        )
-        return 0
-    return num_bytes
+    return num_bytes if num_bytes and pinned.register(staging, num_bytes) else 0
 
 
 def unpin(staging: torch.Tensor) -> None:
     """Undo ``pin``."""
-    torch.cuda.cudart().cudaHostUnregister(staging.data_ptr())
+    pinned.unregister(staging.data_ptr())

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flightrec.kernels.pinned import HostBuffer
 from flightrec.records import NUM_STATISTICS
 from flightrec.rules.evaluate import RowFiring
 
@@ -47,7 +48,8 @@ class _Buffer:
         on_gpu = device.type == "cuda"
         self._device = device
         self._event = torch.cuda.Event() if on_gpu else None
-        self._host = torch.empty(num_words, dtype=torch.float64, pin_memory=on_gpu)
+        self._memory = HostBuffer(device, num_words * 8)
+        self._host = self._memory.tensor.view(torch.float64)
         self.words: NDArray[np.float64] = self._host.numpy()
 
     def receive(self, source: torch.Tensor) -> None:
@@ -61,7 +63,7 @@ class _Buffer:
             return True
         if wait:
             self._event.synchronize()
-        return self._event.query()
+        return bool(self._event.query())
 
 
 @dataclass(slots=True)

@@ -135,11 +135,9 @@ def _head(document: Mapping[str, Any], console: Console) -> None:
     about, ranks, iterations = document["incident"], document["ranks"], document["iterations"]
     console.print(Text.assemble("Incident ", (clean(about["id"]), "bold")))
     numbers = ", ".join(str(rank["rank"]) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
-    _line(
-        console,
-        f"{about['created'].replace('T', ' ').replace('+00:00', ' UTC')}, written by rank {numbers} of {about['world_size']} on {clean(about['host'])}, "
-        f"run {clean(about['run_id'])}, attempt {about['attempt']}",
-    )
+    created = about["created"].replace("T", " ").replace("+00:00", " UTC")
+    _line(console, f"{created}, rank {numbers} of {about['world_size']} on {clean(about['host'])}")
+    _line(console, f"run {clean(about['run_id'])}, attempt {about['attempt']}")
     span = f"iterations {iterations[0]['iteration']} to {iterations[-1]['iteration']}" if iterations else "no iteration"
     num_records = sum(rank["num_records"] for rank in ranks)
     megabytes = sum(rank["bytes"] for rank in ranks) / 1e6
@@ -171,9 +169,7 @@ def _began(findings: Sequence[Row], console: Console) -> None:
         _line(console, "nothing was found: no recorded tensor is non-finite and no rule points to one")
     for finding in findings[:NUM_FINDINGS]:
         first = finding["position"] == 1
-        console.print(
-            Text.assemble(f"  {finding['position']}. ", (key_name(finding["key"]), "bold" if first else ""))
-        )
+        console.print(Text.assemble(f"  {finding['position']}. ", (key_name(finding["key"]), "bold" if first else "")))
         where = f"iteration {finding['iteration']}, {place_name(finding['key'])}".rstrip(", ")
         rank = f", rank {finding['rank']}" if finding["rank"] else ""
         rule = f", rule {clean(finding['rule'])}" if finding["rule"] else ""

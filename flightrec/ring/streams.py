@@ -69,7 +69,7 @@ class Streams:
             return
         current = torch.cuda.current_stream(self._device)
         if self._allocator is None:
-            self._allocator = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            self._allocator = torch.cuda.Stream(self._device)
         self._allocator.wait_stream(current)
         try:
             with torch.cuda.stream(self._allocator):

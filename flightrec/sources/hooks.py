@@ -125,7 +125,7 @@ def register_first(tensor: torch.Tensor, hook: GradientHook) -> RemovableHandle:
     Modules around each other may return the same tensor; its gradient reaches the outer one first, which is hooked
     last. A leaf's hooks stay as they are: another thread may be running them.
     """
-    handle: RemovableHandle = tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = tensor.register_hook(hook)
     hooks = tensor._backward_hooks
     if hooks is not None and len(hooks) > 1 and not tensor.is_leaf and handle.id in hooks:
         # Autograd reads the underlying dict, whose order OrderedDict.move_to_end does not change.

@@ -90,7 +90,7 @@ class Parameters:
                 self._keeper.blind(slot.layer, "wgrad", reason)
                 continue
             hook = AccumulatedHook(self._on_accumulated, slot.layer, slot.name)
-            slot.handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            slot.handle = parameter.register_post_accumulate_grad_hook(hook)
             slot.hooked, slot.inside = parameter, parameter._cdata
 
     def detach(self) -> None:

@@ -1,0 +1,91 @@
+"""Builds source distribution and wheel, installs the wheel outside the checkout, and uses it there without torch.
+
+Usage: python wheel_smoke.py (needs ``build``; works in a temporary folder and removes it).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+INSIDE = """
+import pathlib, sys
+import flightrec
+from flightrec.config.load import load, packaged
+
+place = pathlib.Path(flightrec.__file__).resolve()
+assert sys.prefix in str(place), place
+for name in ("default", "long-pretrain", "nan-hunt"):
+    assert sys.prefix in str(packaged(name)), packaged(name)
+    load(packaged(name))
+assert (place.parent / "py.typed").is_file()
+incident = flightrec.open(sys.argv[1])
+assert incident.blame()
+assert any(record.quantized is not None for record in incident.records())
+try:
+    flightrec.Recorder
+except flightrec.MissingExtraError as error:
+    assert "torch-flightrec[train]" in str(error)
+else:
+    raise AssertionError("torch is not installed, but Recorder was found")
+"""
+
+
+def run(*command: object, folder: Path, code: int = 0) -> str:
+    """Run a command; its output, or an error when its exit code is another than expected."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TOX"))}
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode != code:
+        raise SystemExit(f"{command}: exit code {done.returncode}, expected {code}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def check_wheel(wheel: Path) -> None:
+    """Look into the wheel: what must be there, and nothing of the tests."""
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in ("flightrec/py.typed", "flightrec/configs/default.yaml", "flightrec/configs/flightrec.schema.json"):
+        assert name in names, f"{name} is missing in {wheel.name}"
+    assert any(name.endswith("licenses/LICENSE") for name in names), "the license is missing"
+    assert not [name for name in names if name.startswith("tests")], "the tests are in the wheel"
+
+
+def main() -> None:
+    """Build, install, use."""
+    with tempfile.TemporaryDirectory(prefix="flightrec-wheel-") as name:
+        folder = Path(name)
+        # Without --wheel the wheel is built from the source distribution: both are shown to be complete.
+        run(sys.executable, "-m", "build", "--outdir", folder / "dist", ROOT, folder=folder)
+        (wheel,) = (folder / "dist").glob("*.whl")
+        check_wheel(wheel)
+        run(sys.executable, "-m", "venv", folder / "venv", folder=folder)
+        programs = folder / "venv" / "bin"
+        run(programs / "python", "-m", "pip", "install", "--quiet", wheel, folder=folder)
+
+        incident = folder / "incident"
+        shutil.copytree(ROOT / "tests" / "golden", incident)
+        run(programs / "python", "-W", "error", "-c", INSIDE, incident, folder=folder)
+        flightrec = programs / "flightrec"
+        assert "inspect" in run(flightrec, "--help", folder=folder)
+        assert "Where it began" in run(flightrec, "inspect", incident, folder=folder)
+        assert '"blame"' in run(flightrec, "inspect", "--json", incident, folder=folder)
+        (folder / "good.yaml").write_text("ring: {iterations: 2}\n")
+        (folder / "bad.yaml").write_text("rings: {iterations: 2}\n")
+        run(flightrec, "check", "good.yaml", folder=folder)
+        run(flightrec, "check", "bad.yaml", folder=folder, code=1)
+        run(flightrec, "check", folder=folder, code=2)
+        run(flightrec, "inspect", "good.yaml", folder=folder, code=3)
+        run(flightrec, "demo", folder=folder, code=2)  # no torch here: names the extra
+    print(f"{wheel.name} works outside the checkout")
+
+
+if __name__ == "__main__":
+    main()
