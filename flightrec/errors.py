@@ -24,7 +24,7 @@ class RingMemoryError(FlightrecError):
 
 
 class WriterError(FlightrecError):
-    """The writer process could not be started, or died."""
+    """The writer could not be started, or died, or could not write: the message names file and reason."""
 
 
 class IncidentError(FlightrecError):

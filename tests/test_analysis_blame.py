@@ -207,7 +207,7 @@ def test_a_strange_configuration_allows_nothing(tmp_path: Path, config_text: str
 
 
 def test_every_rule_must_allow_it(tmp_path: Path) -> None:
-    text = "triggers: [{kind: nonfinite, allow: ['-inf', '+inf']}, {kind: nonfinite, layers: 'a*'}]"
+    text = "triggers: [{kind: nonfinite, allow: ['-inf', '+inf']}, {kind: nonfinite, name: strict, layers: 'a*'}]"
     samples = [seen("a", negative_inf_count=1), seen("b", negative_inf_count=1, positive_inf_count=1)]
     assert [finding.key.layer for finding in found(tmp_path, {5: samples}, config_text=text)] == ["a"]
 

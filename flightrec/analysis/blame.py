@@ -8,18 +8,19 @@ state: their first findings of an iteration are a tie, and are reported as one. 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 import numpy as np
-import yaml
 
+from flightrec.config.load import load_text
+from flightrec.config.rules import NonfiniteRule
 from flightrec.errors import ConfigError
 from flightrec.records import NO_MICROBATCH, Firing, Key, Phase, Severity, Stage
 from flightrec.storage.rank import Rank
-from flightrec.storage.read import Incident, matching
+from flightrec.storage.read import Incident
 
 NONFINITE = "nonfinite"
 
@@ -281,37 +282,19 @@ def _chain(finding: Finding) -> tuple[int, int]:
 
 
 def _allowances(config_text: str) -> Callable[[Key], set[str]]:
-    """Give the function that tells which infinity counts of a key the ``nonfinite`` rules allow."""
-    rules = [(_test(rule.get("layers")), _test(rule.get("tensors")), _allowed(rule)) for rule in _rules(config_text)]
+    """Give the function that tells which infinity counts of a key the ``nonfinite`` rules allow.
+
+    A configuration that this version does not understand allows nothing.
+    """
+    try:
+        rules = [rule for rule in load_text(config_text).triggers if isinstance(rule, NonfiniteRule)]
+    except ConfigError:
+        rules = []
 
     def allowed(key: Key) -> set[str]:
-        sets = [names for layers, tensors, names in rules if layers(key.layer) and tensors(key.tensor)]
+        sets = [
+            {_INFINITIES[word] for word in rule.allow} for rule in rules if rule.sees(key.layer, key.tensor, key.phase)
+        ]
         return set.intersection(*sets) if sets else set()
 
     return allowed
-
-
-def _rules(config_text: str) -> list[Mapping[str, Any]]:
-    try:
-        config = yaml.safe_load(config_text)
-    except yaml.YAMLError:
-        return []
-    triggers = config.get("triggers") if isinstance(config, Mapping) else None
-    entries = triggers if isinstance(triggers, list) else []
-    return [entry for entry in entries if isinstance(entry, Mapping) and entry.get("kind") == NONFINITE]
-
-
-def _allowed(rule: Mapping[str, Any]) -> set[str]:
-    allow = rule.get("allow")
-    words = [str(word) for word in allow] if isinstance(allow, list) else [str(allow)]
-    return {_INFINITIES[word if word.startswith("-") else f"+{word.lstrip('+')}"] for word in words if "inf" in word}
-
-
-def _test(patterns: Any) -> Callable[[str], bool]:
-    if patterns is None:
-        return lambda _text: True
-    texts: Iterable[Any] = patterns if isinstance(patterns, list) else [patterns]
-    try:
-        return matching([str(text) for text in texts])
-    except ConfigError:
-        return lambda _text: True

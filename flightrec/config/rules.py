@@ -130,7 +130,7 @@ def _kind_field(default: str, description: str) -> Any:
 
 
 class NonfiniteRule(DeviceRule):
-    """NaN or infinity in the logical region of a tensor, its codes or its scales."""
+    """NaN or infinity in the logical region of a tensor or in its codes."""
 
     kind: Literal["nonfinite"] = _kind_field("nonfinite", "Fires on NaN or infinity.")
     name: str = _name_field("nonfinite")

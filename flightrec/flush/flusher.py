@@ -41,7 +41,7 @@ MAX_PRECURSORS = 200
 @dataclass(slots=True)
 class _Incident:
     number: int
-    gravest: Severity
+    primary: Firing
     trigger_tick: int
     end_tick: int
     ticks: list[int] = field(default_factory=list)
@@ -219,8 +219,8 @@ class Flusher:
 
     def _join(self, incident: _Incident, info: TickInfo, firings: list[Firing]) -> None:
         worst = firings[0]
-        if worst.severity.order > incident.gravest.order and incident.extensions < MAX_EXTENSIONS:
-            incident.gravest = worst.severity
+        if worst.severity.order > incident.primary.severity.order and incident.extensions < MAX_EXTENSIONS:
+            incident.primary = worst
             incident.end_tick = max(incident.end_tick, info.tick + self._after)
             incident.extensions += 1
             self._count(worst, info.tick)
@@ -229,7 +229,7 @@ class Flusher:
 
     def _open(self, info: TickInfo, primary: Firing, firings: list[Firing]) -> None:
         self._count(primary, info.tick)
-        incident = _Incident(self._next_number, primary.severity, info.tick, info.tick + self._after)
+        incident = _Incident(self._next_number, primary, info.tick, info.tick + self._after)
         self._next_number += 1
         self._incidents.append(incident)
         log = logger.error if primary.severity is Severity.FAULT else logger.warning
@@ -311,7 +311,7 @@ class Flusher:
     def _end_facts(self, incident: _Incident) -> None:
         incident.facts_ended = True
         blind = [(-1, -1, layer, tensor, reason) for (layer, tensor), reason in self._notes.items()]
-        self._post(messages.facts_end(incident.number, blind=[*incident.blind, *blind]))
+        self._post(messages.facts_end(incident.number, blind=[*incident.blind, *blind], trigger=incident.primary))
 
     def _receive(self, *, closed: bool = False) -> bool:
         received = self._client.poll()
@@ -347,7 +347,7 @@ class Flusher:
             if not waiting:
                 return False
             # A later fault goes before a warning that is still being staged.
-            incident = max(waiting, key=lambda i: (i.gravest.order, -i.number))
+            incident = max(waiting, key=lambda i: (i.primary.severity.order, -i.number))
             tick = incident.to_stage.pop(0)
             pieces = self._ring.read_slot(self._slot_of[tick]) if tick in self._slot_of else iter(())
             copy = SlotCopy(self._client, self._staging, pieces, self._stream)
