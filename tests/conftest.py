@@ -42,6 +42,15 @@ if HAS_TORCH:
     torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that need a GPU are skipped where there is none."""
+    if HAS_TORCH and torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture
 def incident_folder(tmp_path: Path) -> Path:
     """An incident of one rank: a NaN that began in ``blocks.0.fc2`` in iteration 212."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 from test_cli import flightrec
+
+from flightrec.commands import check
+from flightrec.config.load import load
+from flightrec.errors import AttachError
 
 pytest.importorskip("torch")
 
@@ -54,17 +59,26 @@ def test_without_step_tells_the_layers(folder: Path) -> None:
     ("target", "word"),
     [
         ("models:broken", "no such checkpoint"),
-        ("models:bad_step", "ZeroDivisionError"),
         ("models:number", "int"),
         ("models:absent", "absent"),
         ("nowhere:alone", "nowhere"),
         ("models", "package.module:factory"),
     ],
 )
-def test_what_cannot_be_used_is_told_in_one_sentence(folder: Path, target: str, word: str) -> None:
-    done = flightrec("check", "c.yaml", "--model", target, cwd=folder)
+def test_factory_that_cannot_be_used(folder: Path, target: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+    with pytest.raises(AttachError, match=word) as caught:
+        check.check_model(load(folder / "c.yaml"), target)
+    assert target in str(caught.value)
+    sys.modules.pop("models", None)
+
+
+def test_step_that_fails(folder: Path) -> None:
+    done = flightrec("check", "c.yaml", "--model", "models:bad_step", cwd=folder)
     assert done.returncode == 2
-    assert word in done.stderr
+    assert "ZeroDivisionError" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -72,4 +86,5 @@ def test_nothing_selected(folder: Path) -> None:
     (folder / "c.yaml").write_text("select: [{layers: 'decoder.*', tensors: [activation]}]\n")
     done = flightrec("check", "c.yaml", "--model", "models:alone", cwd=folder)
     assert done.returncode == 2
-    assert "no entry matches" in done.stderr
+    assert "select" in done.stderr
+    assert "Sequential" in done.stderr

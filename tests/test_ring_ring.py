@@ -145,7 +145,7 @@ def tensors_for(record, generator, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     iterations=st.integers(1, 4),
     after=st.integers(0, 2),
@@ -472,13 +472,24 @@ def test_microbatches_setting(microbatches, kept):
     assert any(microbatches in layout.reason for layout in ring.layouts)
 
 
-def test_rotation_without_microbatches():
+def test_rotation_takes_no_turns_with_records_without_a_microbatch():
     ring = Ring("cpu", iterations=1, memory_bytes=1 << 20, microbatches="rotate")
     ring.begin(0)
     for tick in range(4):
-        layout = ring.record(key(microbatch=NO_MICROBATCH), high_precision=torch.ones(3))
-        assert layout.components
-        ring.record(key(microbatch=1), high_precision=torch.ones(3))
+        for microbatch in (NO_MICROBATCH, 0, 1):
+            ring.record(key(microbatch=microbatch), high_precision=torch.full((3,), float(microbatch)))
+        ring.commit()
+        assert contents(ring, tick) == {("fc1", NO_MICROBATCH): -1.0, ("fc1", tick % 2): tick % 2}
+        step(ring, tick)
+
+
+def test_rotation_of_one_microbatch():
+    ring = Ring("cpu", iterations=1, memory_bytes=1 << 20, microbatches="rotate")
+    ring.begin(0)
+    for tick in range(4):
+        assert ring.record(key(microbatch=NO_MICROBATCH), high_precision=torch.ones(3)).components
+        if tick:  # more microbatches than the first iteration had: the others get no turn
+            assert not ring.record(key(microbatch=1), high_precision=torch.ones(3)).components
         step(ring, tick)
 
 
@@ -707,7 +718,7 @@ def test_refused_device_memory_degrades():
     ring = Ring("cuda", iterations=8, memory_bytes=1 << 40, on_out_of_memory="fewer_iterations")
     ring.begin(0)
     ring.record(key(), high_precision=x)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + (2 << 30)) / total))
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_allocated() + (2 << 30)) / total))
     try:
         ring.commit()
     finally:

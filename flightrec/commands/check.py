@@ -41,7 +41,7 @@ def check(
     for name, told in _facts(config):
         typer.echo(f"  {name:<10} {told}")
     if model is not None:
-        _check_model(config, model)
+        check_model(config, model)
 
 
 def _load(file: Path) -> Config:
@@ -79,15 +79,20 @@ def _memory(config: Config) -> str:
     return f"memory {memory / 2**20:g} MiB"
 
 
-def _check_model(config: Config, target: str) -> None:
-    """Attach a recorder to the factory's model in a temporary folder, run its step if it has one, tell the result."""
-    try:
-        from flightrec.recorder import Recorder
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise MissingExtraError("--model needs torch: pip install 'torch-flightrec[train]'") from error
+def check_model(config: Config, target: str) -> None:
+    """Attach a recorder to a factory's model in a temporary folder, run its step if it has one, print the result.
+
+    Args:
+        config: of the recorder.
+        target: ``package.module:factory``.
+
+    Raises:
+        AttachError: the factory or its step fails, or nothing of the model is selected.
+        MissingExtraError: torch is not installed.
+    """
     model, step = _build(target)
+    from flightrec.recorder import Recorder
+
     with tempfile.TemporaryDirectory() as folder, Recorder(config, directory=folder) as recorder:
         recorder.attach(model)
         _tell_layers(config, model)
@@ -115,6 +120,10 @@ def _build(target: str) -> tuple[torch.nn.Module, Callable[[], Any] | None]:
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise AttachError(f"--model {target}: {_FACTORY_FORM}")
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        raise MissingExtraError("--model needs torch: pip install 'torch-flightrec[train]'") from error
     sys.path.insert(0, os.getcwd())  # the user's own module, as with `python -m`
     try:
         factory = getattr(importlib.import_module(module_name), name)
@@ -122,8 +131,6 @@ def _build(target: str) -> tuple[torch.nn.Module, Callable[[], Any] | None]:
     except Exception as error:
         raise AttachError(f"--model {target}: {type(error).__name__}: {error}; {_FACTORY_FORM}") from error
     model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    import torch
-
     if not isinstance(model, torch.nn.Module) or not (step is None or callable(step)):
         raise AttachError(f"--model {target}: gave a {type(made).__name__}; {_FACTORY_FORM}")
     return model, step

@@ -16,7 +16,7 @@ import torch
 
 from flightrec.kernels.formats import dtype_name
 from flightrec.kernels.plan import CapturePlan, Destination
-from flightrec.records import Component, Key, QuantizerInfo, RecordLayout, Representation
+from flightrec.records import NO_MICROBATCH, Component, Key, QuantizerInfo, RecordLayout, Representation
 from flightrec.ring.layout import Place, QuantizedParts, Segments, build_components, build_plan
 from flightrec.ring.memory import Contributor
 from flightrec.ring.statistics import StatisticsMatrix
@@ -142,7 +142,9 @@ class Registry:
         return entry
 
     def _places_of_all_microbatches(self, key: Key) -> list[Place]:
-        return self._shared_places.setdefault(dataclasses.replace(key, microbatch=0), [])
+        if key.microbatch != NO_MICROBATCH:  # takes no turns with the microbatches' own records
+            key = dataclasses.replace(key, microbatch=0)
+        return self._shared_places.setdefault(key, [])
 
     def _quantized_signature(self, entry: Entry, quantized: QuantizedParts) -> Hashable:
         if entry.info is not quantized.info and entry.info != quantized.info:

@@ -1,0 +1,53 @@
+"""Each shipped configuration, in a real run: silent while it is healthy, and right about a planted fault."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import batches, make, train
+
+import flightrec
+from flightrec.config.load import load, packaged
+
+CONFIGS = sorted(path.stem for path in packaged().parent.glob("*.yaml"))
+
+
+def test_the_three_configurations_are_there():
+    assert {"default", "long-pretrain", "nan-hunt"} <= set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("faulty", [False, True])
+def test_a_shipped_configuration_is_silent_until_something_is_wrong(name: str, faulty: bool, tmp_path: Path):
+    net = make("torchao")
+
+    def spoil(iteration: int) -> None:
+        if faulty and iteration == 99:
+            with torch.no_grad():
+                net.blocks[0].fc2.weight[2, 7] = math.nan
+
+    with flightrec.Recorder(packaged(name), directory=tmp_path) as recorder:
+        recorder.attach(net)
+        train(net, batches(104, rows=64), recorder, before_step=spoil, lr=1e-3, keep=False)
+    folders = list(tmp_path.iterdir())
+    if not faulty:
+        assert not folders
+        return
+    (folder,) = folders
+    with flightrec.open(folder) as incident:
+        config = load(packaged(name))
+        assert incident.trigger.kind == "nonfinite"
+        assert incident.config_text == config.text
+        first = incident.blame()[0]
+        expected_iteration = 99 if config.selects("blocks.0.fc2", "parameter") else 100
+        assert (first.iteration, first.key.layer) == (expected_iteration, "blocks.0.fc2")
+        assert first.key.tensor in ("weight", "parameter")
+        last = first.iteration + config.incident.after
+        kept = [entry.iteration for entry in incident.iterations]
+        assert kept == list(range(first.iteration - config.ring.iterations + 1, last + 1))
+        activations = incident.records(layer="blocks.0.fc2", tensor="activation", iteration=first.iteration)
+        assert [np.isfinite(record.high_precision).all() for record in activations] == [True]
