@@ -15,6 +15,7 @@ from flightrec.config.model import Config
 from flightrec.config.selection import Selection
 from flightrec.engine import Engine
 from flightrec.records import NO_MICROBATCH, Key, Phase, Stage
+from flightrec.ring.registry import MAX_CALLS
 from flightrec.sources.extract import extract
 from flightrec.sources.sink import quiet
 from flightrec.sources.traversal import Observed, observe
@@ -92,13 +93,15 @@ class Capture:
                     self.blind(layer, tensor, reason)
                     if high_precision is None:
                         return
-            engine.record(
+            layout = engine.record(
                 Key(layer, tensor, part, microbatch, phase, call, stage),
                 high_precision=high_precision,
                 quantized=parts,
                 keep=selection.keep,
                 valid_rows=self.valid_rows.get(layer) if valid_rows is None else valid_rows,
             )
+            if layout is None:
+                self.blind(layer, tensor, f"of more than {MAX_CALLS} calls in a microbatch the first ones are recorded")
         except Exception as error:
             self.disarm(name, error)
 

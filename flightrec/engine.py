@@ -99,7 +99,7 @@ class Engine:
         quantized: QuantizedParts | None,
         keep: frozenset[str],
         valid_rows: int | torch.Tensor | None,
-    ) -> RecordLayout:
+    ) -> RecordLayout | None:
         """Copy one tensor and its statistics into the current tick's slot; see ``Ring.record``. Any thread."""
         return self.ring.record(
             key, high_precision=high_precision, quantized=quantized, keep=keep, valid_rows=valid_rows

@@ -545,3 +545,35 @@ def test_padding_rows_do_not_count(tmp_path):
         recorder.record("op", "output", high_precision=x)  # nobody says that rows are padding here
         recorder.step()
     assert only(tmp_path).trigger.iteration == 2
+
+
+def test_tensors_of_ever_new_shapes_take_a_bounded_number_of_layouts(tmp_path):
+    from flightrec.ring.registry import MAX_LAYOUTS
+
+    with flightrec.Recorder(config(2, 0), directory=tmp_path) as recorder:
+        for length in range(1, MAX_LAYOUTS + 200):
+            recorder.record("x", "output", high_precision=torch.full((length,), 2.0))
+            recorder.record(
+                "y", "output", quantized=flightrec.Quantized(torch.ones(length).to(torch.float8_e5m2), "float8_e5m2")
+            )
+            recorder.step()
+        assert len(recorder._capture.engine.ring.layouts) == 2 * MAX_LAYOUTS + 2
+        recorder.trigger("now")
+        recorder.record("x", "output", high_precision=torch.full((5000,), 3.0))
+        recorder.step()
+    (last,) = only(tmp_path).records(layer="x", iteration=MAX_LAYOUTS + 199)
+    assert last.statistics["numel"] == 5000 and last.statistics["amax"] == 3
+    assert last.high_precision is None and "shapes" in last.why_absent
+
+
+def test_a_layer_called_without_end_in_one_iteration_is_recorded_up_to_a_bound(tmp_path):
+    from flightrec.ring.registry import MAX_CALLS
+
+    with flightrec.Recorder(config(1, 0), directory=tmp_path) as recorder:
+        for _ in range(MAX_CALLS + 50):
+            recorder.record("x", "output", high_precision=torch.ones(1))
+        recorder.trigger("now")
+        recorder.step()
+    incident = only(tmp_path)
+    assert len(incident.records(layer="x")) == MAX_CALLS
+    assert any(str(MAX_CALLS) in entry.reason for entry in incident.blind)

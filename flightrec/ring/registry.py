@@ -25,6 +25,15 @@ Group = tuple[str, str, str]
 """(layer, tensor, part): what is kept or left out together."""
 
 
+MAX_CALLS = 1024
+"""Records of one key (layer, tensor, part, stage) in a microbatch; further ones are dropped."""
+
+MAX_LAYOUTS = 512
+"""Shapes of one key that are remembered."""
+
+TOO_MANY_LAYOUTS = f"this tensor had {MAX_LAYOUTS} other shapes before; of further ones only statistics are kept"
+
+
 @dataclass(slots=True)
 class Placed:
     """A layout with what the kernels need; ``destination`` is None where nothing can be captured."""
@@ -81,8 +90,13 @@ class Registry:
 
     # -- every record
 
-    def claim(self, key: Key, tick: int) -> Entry:
-        """The entry of ``key`` for one record in ``tick``; a key that was seen in it gets the first free ``call``."""
+    def claim(self, key: Key, tick: int) -> Entry | None:
+        """The entry of ``key`` for one record in ``tick``; a key that was seen in it gets the first free ``call``.
+
+        None beyond ``MAX_CALLS``: rows are never given back, so that their number must have an end.
+        """
+        if key.call >= MAX_CALLS:
+            return None
         entry = self.entries.get(key)
         if entry is None:
             entry = self._add(key)
@@ -91,6 +105,8 @@ class Registry:
             call = max(first.last_call, key.call)
             while entry.last_tick == tick:
                 call += 1
+                if call >= MAX_CALLS:
+                    return None
                 raised = dataclasses.replace(key, call=call)
                 entry = self.entries.get(raised) or self._add(raised)
             first.last_call = call
@@ -106,13 +122,17 @@ class Registry:
         left_out: str,
     ) -> Placed:
         """The layout that fits these tensors, made at first sight; ``left_out`` says why bytes are not wanted now."""
-        signature = (
+        signature: Hashable = (
             None if high_precision is None else _looks(high_precision),
             None if quantized is None else self._quantized_signature(entry, quantized),
             keep,
             left_out,
         )
         placed = entry.placed.get(signature)
+        if placed is None and len(entry.placed) >= MAX_LAYOUTS:
+            signature = _without_shape(entry, high_precision, quantized)
+            keep, left_out = frozenset(), TOO_MANY_LAYOUTS
+            placed = entry.placed.get(signature)
         if placed is None:
             with self._allocating():
                 placed = entry.placed[signature] = self._register(entry, high_precision, quantized, keep, left_out)
@@ -169,6 +189,9 @@ class Registry:
         foreign = self._foreign(tensors)
         components: tuple[Component, ...] = ()
         place, reason = None, foreign
+        without_shape = left_out == TOO_MANY_LAYOUTS
+        if without_shape:
+            reason = reason or left_out
         if not foreign and (kept_tensor is not None or kept_parts is not None):
             components, num_bytes = build_components(kept_tensor, kept_parts)
             reason = left_out or self.dropped.get(entry.group, "")
@@ -182,7 +205,7 @@ class Registry:
             layout_id=len(self.layouts),
             key=entry.key,
             representation=_representation(stored),
-            shape=_logical_shape(high_precision, quantized),
+            shape=() if without_shape else _logical_shape(high_precision, quantized),
             dtype="" if high_precision is None else dtype_name(high_precision.dtype),
             quantizer=-1 if quantized is None else entry.quantizer,
             components=components,
@@ -337,6 +360,20 @@ class Registry:
             for group, (size, count, reason) in totals.items()
         ]
         return sorted(rows, key=lambda row: -row.num_bytes)
+
+
+def _without_shape(entry: Entry, high_precision: torch.Tensor | None, quantized: QuantizedParts | None) -> Hashable:
+    """Signature of all further shapes of a key, whose statistics one plan can make."""
+    dtype = None if high_precision is None else high_precision.dtype
+    if quantized is None:
+        return (TOO_MANY_LAYOUTS, dtype)
+    return (
+        TOO_MANY_LAYOUTS,
+        dtype,
+        entry.quantizer,
+        tuple(quantized.components),
+        build_plan(high_precision, quantized),
+    )
 
 
 def _looks(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, torch.layout]:

@@ -126,7 +126,7 @@ class Ring:
         quantized: QuantizedParts | None = None,
         keep: frozenset[str] = KEEP_BYTES,
         valid_rows: int | torch.Tensor | None = None,
-    ) -> RecordLayout:
+    ) -> RecordLayout | None:
         """Copy a tensor into the current tick's slot and write its statistics, launched on the current stream.
 
         Any shape, dtype and strides on the ring's device; the copy is deep, contiguous and in logical order. What
@@ -140,13 +140,15 @@ class Ring:
             valid_rows: only rows ``[0, n)`` of dimension 0 count in the statistics; an int or a one-element tensor.
 
         Returns:
-            the record's layout.
+            the record's layout; None when the key had ``MAX_CALLS`` records in this tick already.
         """
         parts = () if quantized is None else tuple(quantized.components.values())
         with torch.no_grad():
             with self._lock:
                 assert self._tick >= 0, "begin() comes first"
                 entry = self._registry.claim(key, self._tick)
+                if entry is None:
+                    return None
                 placed = self._registry.find(entry, high_precision, quantized, keep, self._left_out(key))
                 self._layout_ids.append(placed.layout.layout_id)
                 slot, tick = self.slots.table_entry(self._tick), self.slots.tick_entry(self._tick)
