@@ -10,10 +10,9 @@ import subprocess
 import sys
 import zlib
 
-import numpy as np
-
 try:
     import h5py
+    import numpy as np
 except ImportError:  # h5dump alone is worth running too
     h5py = None
 

@@ -83,13 +83,13 @@ def test_losses_gradients_and_parameters_are_bit_identical(precision, checkpoint
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_thousand_healthy_iterations_wait_for_nothing_and_allocate_nothing_new(deterministic, tmp_path):
+@pytest.mark.parametrize(("deterministic", "iterations"), [(False, 1000), (True, 200)])
+def test_healthy_iterations_wait_for_nothing_and_allocate_nothing_new(deterministic, iterations, tmp_path):
     net, data = net_of("fp8"), batches(1, 2, device="cuda", rows=64)
     sizes = []
 
     def measure(iteration: int) -> None:
-        if iteration % 100 == 50:
+        if iteration % 50 == 25:
             sizes.append(torch.cuda.memory_allocated())
 
     torch.use_deterministic_algorithms(deterministic, warn_only=False)
@@ -101,7 +101,7 @@ def test_a_thousand_healthy_iterations_wait_for_nothing_and_allocate_nothing_new
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
             try:
-                train(net, data * 1000, recorder, before_step=measure, keep=False)
+                train(net, data * iterations, recorder, before_step=measure, keep=False)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert not recorder._capture.off
@@ -222,7 +222,7 @@ with flightrec.Recorder(directory={str(tmp_path / "out")!r}) as recorder:
     torch.cuda.synchronize()
 """
     ended = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, timeout=200, check=False)
-    assert ended.returncode == 1
+    assert ended.returncode == 1, ended.stderr[-4000:]
     assert "device-side assert" in ended.stderr
     assert "cannot be read any more" in ended.stderr
 

@@ -29,7 +29,7 @@ def demo(
     ] = None,
     iterations: Annotated[
         int, typer.Option("--iterations", min=_MIN_ITERATIONS, help="Healthy iterations before the fault.")
-    ] = 200,
+    ] = 160,
     keep: Annotated[bool, typer.Option("--keep", help="Keep the temporary folder.")] = False,
 ) -> None:
     """Train a small GPT in FP8, spoil one channel, and see what the recorder says. About three minutes on two cores.
@@ -82,6 +82,8 @@ def show(options: Options, console: Console) -> bool:
     if outcome.num_files_when_healthy:
         console.print("The recorder wrote files although nothing was wrong.", style="bold red")
         return False
+
+    story.compare_losses(outcome.losses, options.num_iterations, console)
 
     _title(console, "2. What was written")
     story.list_incidents(outcome.incidents, console)

@@ -63,7 +63,7 @@ class Options:
     """
 
     directory: Path
-    num_iterations: int = 200
+    num_iterations: int = 160
     size: ModelSize = field(default_factory=ModelSize)
     block: int = 2
     channel: int = 37

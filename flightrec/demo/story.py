@@ -5,6 +5,7 @@ Offline: reads the incidents that the demo itself wrote, in this process.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,23 @@ print(f"{{lost:.1%}} of the values that were not zero are zero in FP8")
 """
 
 
+def compare_losses(losses: Sequence[float], num_healthy: int, console: Console) -> None:
+    """Print what the loss alone would have told.
+
+    Args:
+        losses: one an iteration.
+        num_healthy: iterations before the fault.
+        console: where to.
+    """
+    last = losses[max(0, num_healthy - 10) : num_healthy]
+    spoiled = [loss for loss in losses[num_healthy:] if math.isfinite(loss)]
+    if spoiled:
+        console.print(
+            f"The loss told nothing: {sum(last) / len(last):.2f} before, "
+            f"{min(spoiled):.2f} to {max(spoiled):.2f} while the channel grew, then NaN."
+        )
+
+
 def list_incidents(incidents: Sequence[Path], console: Console) -> None:
     """Print one line an incident: its folder, its trigger, its size.
 
@@ -43,7 +61,7 @@ def list_incidents(incidents: Sequence[Path], console: Console) -> None:
         with open_incident(folder) as incident:
             trigger = incident.trigger
             megabytes = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
-            console.print(f"  iteration {trigger.iteration}  {trigger.kind:<12} {megabytes:7.1f} MB  {folder.name}")
+            console.print(f"  iteration {trigger.iteration}  {trigger.kind:<10}  {megabytes:4.0f} MB  {folder.name}")
 
 
 def is_blamed(incidents: Sequence[Path], layer: str) -> bool:
