@@ -237,10 +237,10 @@ class Engine:
             where[layout.row] = (sequence, layout)
         firings = []
         for fired in view.firings[:MAX_FIRINGS]:
-            if fired.row not in where:
-                continue
-            sequence, layout = where[fired.row]
             rule = self._rules[fired.rule]
+            if fired.row not in where and rule.kind != "missing_record":
+                continue
+            sequence, layout = where.get(fired.row) or (-1, self._layout_of(fired.row))
             message = self.evaluator.explain(
                 fired.rule, layout.key, fired.value, fired.threshold, view.statistics[fired.row], watch=fired.watch
             )
@@ -260,6 +260,10 @@ class Engine:
             )
         firings.sort(key=lambda f: f.key.blame_order(f.sequence, info.num_microbatches) if f.key else (0, 0, 0))
         return firings
+
+    def _layout_of(self, row: int) -> RecordLayout:
+        """The latest layout of a row that this iteration did not record."""
+        return next(layout for layout in reversed(self.ring.layouts) if layout.row == row)
 
     # -- state -------------------------------------------------------------------------------------------------------
 

@@ -96,6 +96,14 @@ class Statistic(enum.IntEnum):
     UNDERFLOW_COUNT = 13  # non-zero before, zero after
     SQUARED_ERROR = 14  # sum over elements finite on both sides of (dequantized - x)^2
     SCALE_NONFINITE_COUNT = 15  # NaN or Inf words in the scale components
+    CLIPPED_COUNT = 16  # finite elements whose scaled magnitude is beyond the format's largest finite value
+    RANGE_RATIO = 17  # largest scaled magnitude of a finite element, as a multiple of the format's largest value
+    ZERO_SCALE_COUNT = 18  # non-zero finite elements whose scale is 0 (a scale that is a code itself may underflow)
+    SCALE_MIN = 19  # smallest finite word of the scale that decodes, in its own direction
+    SCALE_MAX = 20  # largest
+    SCALE_INVERSE_ERROR = 21  # largest |scale x scale_inv - 1| where both are recorded
+    HISTORY_RATIO = 22  # largest recorded past amax, scaled, as a multiple of the format's largest value
+    QUANTIZED_LARGEST = 23  # the codes' largest finite value: tells their format
 
 
 NUM_STATISTICS = len(Statistic)

@@ -32,7 +32,15 @@ CODE_TYPES = {
     "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
     "float4_e2m1fn_x2": ml_dtypes.float4_e2m1fn,
 }
-EXACT = [c for c in Statistic if c not in (Statistic.SUM, Statistic.SUM_OF_SQUARES, Statistic.SQUARED_ERROR)]
+ROUNDED = (
+    Statistic.SUM,
+    Statistic.SUM_OF_SQUARES,
+    Statistic.SQUARED_ERROR,
+    Statistic.RANGE_RATIO,
+    Statistic.SCALE_INVERSE_ERROR,
+    Statistic.HISTORY_RATIO,
+)
+EXACT = [c for c in Statistic if c not in ROUNDED]
 
 
 def decode(codes: np.ndarray, name: str) -> np.ndarray:
@@ -77,6 +85,7 @@ def expected_codes(codes: np.ndarray, name: str) -> dict[int, float]:
         Statistic.QUANTIZED_INF_COUNT: np.isinf(values).sum(),
         Statistic.QUANTIZED_ZERO_COUNT: (values == 0).sum(),
         Statistic.QUANTIZED_SATURATED_COUNT: (np.abs(values) == largest).sum(),
+        Statistic.QUANTIZED_LARGEST: largest,
     }
 
 
@@ -88,6 +97,25 @@ def expected_pair(x: np.ndarray, values: np.ndarray) -> dict[int, float]:
             Statistic.UNDERFLOW_COUNT: (np.isfinite(x) & (x != 0) & (values == 0)).sum(),
             Statistic.SQUARED_ERROR: (error**2).sum(),
         }
+
+
+def expected_range(x: np.ndarray, factor: np.ndarray, name: str) -> dict[int, float]:
+    """How far float64 values reach beyond a format's range; ``factor`` multiplies to decode, broadcastable."""
+    largest = float(ml_dtypes.finfo(CODE_TYPES[name]).max)
+    with np.errstate(all="ignore"):
+        ratio = np.abs(x) / (factor * largest)
+        ratio = np.where(np.isfinite(ratio), ratio, 0)
+        return {
+            Statistic.CLIPPED_COUNT: (ratio > 1 + 2.0**-20).sum(),
+            Statistic.RANGE_RATIO: ratio.max() if x.size else 0,
+        }
+
+
+def expected_scale(words: np.ndarray) -> dict[int, float]:
+    """Statistics of the words of a scale."""
+    finite = words[np.isfinite(words)]
+    extremes = (finite.min(), finite.max()) if finite.size else (math.nan, math.nan)
+    return {Statistic.SCALE_MIN: extremes[0], Statistic.SCALE_MAX: extremes[1]}
 
 
 def destination_for(

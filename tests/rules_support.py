@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,6 +47,11 @@ def key(layer: str = "fc", tensor: str = "activation", microbatch: int = 0, phas
     return Key(
         layer, tensor, microbatch=microbatch, phase=phase, stage=Stage.LOSS if tensor == "loss" else Stage.FORWARD
     )
+
+
+def metric(number: int) -> list[Key]:
+    """The key of a metric given to ``step``."""
+    return [Key("", "metric", f"m{number}", stage=Stage.AFTER_STEP)]
 
 
 def statistics_row(values: Mapping[str, float]) -> np.ndarray:
@@ -112,3 +118,55 @@ class ReferenceArming:
         fires = faulty and self.remaining == 0
         self.remaining = self.rearm if faulty else max(0, self.remaining - 1)
         return fires
+
+
+class PlainSeries:
+    """A rule as plain Python for one series; see ``compare``."""
+
+    def __init__(self, rule: Any) -> None:
+        self.rule = rule
+
+    def judge(self, values: Mapping[Key, Mapping[str, float]]) -> tuple[bool, set[Key]]:
+        """Judge what was recorded in one tick: whether it is a sample, and the keys that show a fault."""
+        raise NotImplementedError
+
+
+def compare(
+    rule: Any,
+    plain: Callable[[Any], PlainSeries],
+    draw: Callable[[np.random.Generator], Mapping[str, float] | None],
+    *,
+    device: str = "cpu",
+    seed: int = 0,
+    num_series: int = 150,
+    num_ticks: int = 60,
+    keys: Callable[[int], list[Key]] = lambda number: [key(f"layer.{number}", microbatch=m) for m in range(2)],
+) -> int:
+    """Hold a rule against its plain form on random histories with gaps and restarts; the rows that fired.
+
+    Series join late; ``draw`` gives the statistics of one of a series' ``keys``, or None if it was not recorded.
+    """
+    generator = np.random.default_rng(seed)
+    run = Run([rule], device)
+    series = [plain(rule) for _ in range(num_series)]
+    arming = [ReferenceArming(rule.rearm) for _ in range(num_series)]
+    known: set[int] = set()
+    num_fired = 0
+    for tick in range(num_ticks):
+        if tick and tick % 23 == 0:
+            run.restart()
+            known.clear()
+        records, expected = {}, set()
+        for number in range(num_series if tick > 8 else num_series // 3):
+            values = {seen: draw(generator) for seen in keys(number)}
+            values = {seen: statistics for seen, statistics in values.items() if statistics is not None}
+            known |= {number} if values else set()
+            records |= values
+            if number not in known:
+                continue
+            sampled, marked = series[number].judge(values)
+            if sampled and arming[number].fire(bool(marked)):
+                expected |= marked
+        assert run.fired(records) == expected, f"tick {tick}"
+        num_fired += len(expected)
+    return num_fired

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from flightrec.config.checks import cross_check
-from flightrec.config.rules import AmaxSpikeRule, LossJumpRule, ManualRule, NonfiniteRule, UnderflowRule
+from flightrec.config.quantizer_rules import UnderflowRule
+from flightrec.config.rules import AmaxSpikeRule, LossJumpRule, ManualRule, NonfiniteRule
 from flightrec.config.selection import Selection
 
 EVERYTHING = (Selection(),)

@@ -179,7 +179,8 @@ def _documented(heading):
         ("history", HistoryConfig, set()),
         *[
             (kind, RULE_CLASSES[kind], {"kind", "name", "severity", "cooldown_iterations", "layers", "phases", "rearm"})
-            for kind in ("nonfinite", "loss_jump", "amax_spike", "underflow")
+            for kind in RULE_CLASSES
+            if kind not in ("exception", "manual", "metric_threshold")
         ],
     ],
 )

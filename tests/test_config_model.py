@@ -24,7 +24,7 @@ from flightrec.config.model import (
     Share,
     UnderflowRule,
 )
-from flightrec.config.rules import RULE_CLASSES
+from flightrec.config.rules import RULE_CLASSES, default_rules
 from flightrec.errors import ConfigError
 from flightrec.records import Phase
 
@@ -38,7 +38,7 @@ def test_the_defaults():
         after=1, limit=20, cooldown=50, disk_quota=None, writer="process", staging_memory=None
     )
     assert config.history == HistoryConfig(iterations=1000)
-    assert [rule.kind for rule in config.triggers] == list(RULE_CLASSES)
+    assert config.triggers == Config(triggers=default_rules()).triggers
 
 
 def test_rules_without_a_cooldown_take_the_incidents():

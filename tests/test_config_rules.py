@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
+from flightrec.config.quantizer_rules import QuantizationErrorRule, SaturationRule, UnderflowRule
 from flightrec.config.rules import (
     LATER_KINDS,
     RULE_CLASSES,
@@ -11,8 +12,13 @@ from flightrec.config.rules import (
     LossJumpRule,
     ManualRule,
     NonfiniteRule,
-    UnderflowRule,
     default_rules,
+)
+from flightrec.config.training_rules import (
+    LossDriftRule,
+    LossScaleCollapseRule,
+    MetricJumpRule,
+    MetricThresholdRule,
 )
 from flightrec.records import TENSORS, Phase, Severity
 
@@ -31,7 +37,9 @@ def test_the_defaults_are_those_of_the_design():
 
 
 def test_each_kind_has_one_class_and_is_called_by_it():
-    assert {kind: cls().name for kind, cls in RULE_CLASSES.items()} == {kind: kind for kind in RULE_CLASSES}
+    needed = {"metric_threshold": {"above": 1.0}}
+    names = {kind: cls(**needed.get(kind, {})).name for kind, cls in RULE_CLASSES.items()}
+    assert names == {kind: kind for kind in RULE_CLASSES}
     assert not set(RULE_CLASSES) & set(LATER_KINDS)
 
 
@@ -80,6 +88,16 @@ def test_allow_takes_nothing_else(value):
         (UnderflowRule, {"minimum": 0.95}, "minimum"),
         (UnderflowRule, {"new_row": 0.2}, "new_row"),
         (LossJumpRule, {"tensors": ["activation"]}, "tensors"),
+        (SaturationRule, {"minimum": 0.6}, "minimum"),
+        (QuantizationErrorRule, {"minimum": 0.6}, "minimum"),
+        (LossDriftRule, {"min_samples": 1025}, "min_samples"),
+        (LossDriftRule, {"history": 32}, "history"),
+        (LossDriftRule, {"tensors": ["metric"]}, "tensors"),
+        (MetricThresholdRule, {}, "above"),
+        (MetricThresholdRule, {"above": 1, "below": 2}, "below"),
+        (MetricThresholdRule, {"above": 1, "tensors": ["loss"]}, "tensors"),
+        (MetricJumpRule, {"tensors": ["loss"]}, "tensors"),
+        (LossScaleCollapseRule, {"tensors": ["loss"]}, "tensors"),
         (ManualRule, {"severity": "watch"}, "severity"),
         (ExceptionRule, {"severity": "watch"}, "severity"),
     ],
@@ -97,6 +115,9 @@ def test_impossible_combinations_point_at_the_key_to_change(cls, settings, key):
         (AmaxSpikeRule, {"window": 64}),
         (AmaxSpikeRule, {"window": 1, "min_samples": 1, "min_numel": 1, "confirm": 1}),
         (UnderflowRule, {"minimum": 0.9}),
+        (SaturationRule, {"minimum": 0.5}),
+        (MetricThresholdRule, {"above": 1.0, "below": 1.0}),
+        (LossDriftRule, {"history": 64, "window": 1}),
         (LossJumpRule, {"factor": 2, "direction": "both", "consecutive": 3}),
     ],
 )

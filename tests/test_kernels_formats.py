@@ -28,6 +28,7 @@ def test_masks_agree_with_ml_dtypes_on_every_code(name):
     np.testing.assert_array_equal(zero, values == 0)
     largest = float(ml_dtypes.finfo(CODE_TYPES[name]).max)
     np.testing.assert_array_equal((magnitudes == code_format.largest) & ~nan, np.abs(values) == largest)
+    assert code_format.largest_value == largest
 
 
 def test_dtype_names_are_those_of_ml_dtypes():

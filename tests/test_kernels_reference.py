@@ -19,6 +19,8 @@ from kernels_support import (
     expected_codes,
     expected_high_precision,
     expected_pair,
+    expected_range,
+    expected_scale,
     run_capture,
 )
 
@@ -205,6 +207,8 @@ def check_pair(implementation, x, codes, name, scale, factor, *, decodes, **plan
     values = as_numpy(x)
     expected = expected_high_precision(values) | expected_codes(codes.numpy(), name)
     expected |= expected_pair(values, decode(codes.numpy(), name) * factor)
+    expected |= expected_range(values, factor, name) | expected_scale(scale.numpy())
+    expected[Statistic.ZERO_SCALE_COUNT] = 0
     expected[Statistic.SCALE_NONFINITE_COUNT] = int((~torch.isfinite(scale)).sum())
     np.testing.assert_allclose(
         row[Statistic.SQUARED_ERROR],
@@ -317,6 +321,113 @@ def test_scale_nonfinite_counts_all_scales(implementation):
     assert row[Statistic.SCALE_NONFINITE_COUNT] == 3
 
 
+@all_implementations
+@pytest.mark.parametrize("decodes", [True, False])
+@pytest.mark.parametrize("shape", [(), (4, 1), (4, 2), (1, 64)])
+def test_values_beyond_the_range(implementation, decodes, shape):
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(11))
+    x[0, 0], x[1] = 0, 0
+    encode = torch.full(shape, 300.0)  # clips beyond 1.49
+    if len(shape) > 1 and shape[1] <= 2:
+        encode[0, 0] = 1e-3
+    scale = 1 / encode if decodes else encode
+    repeated = np.kron(encode.numpy(), np.ones((1, 32))) if shape == (4, 2) else encode.numpy()
+    plan = CapturePlan(0, "float8_e4m3fn", True, 1, multiply_to_decode=decodes, scales=((1, "float32"),))
+    codes = quantize(x, "float8_e4m3fn", torch.from_numpy(np.broadcast_to(repeated, (4, 64)).astype("f4")))
+    for tensor in (x, x.double()):
+        _, row = run_capture(implementation, tensor, [codes, scale], plan)
+        expected = np.abs(x.double().numpy()) * repeated / 448
+        assert row[Statistic.CLIPPED_COUNT] == (expected > 1 + 2.0**-20).sum() > 0
+        np.testing.assert_allclose(row[Statistic.RANGE_RATIO], expected.max(), rtol=1e-6)
+        assert row[Statistic.ZERO_SCALE_COUNT] == 0
+        extremes = [row[Statistic.SCALE_MIN], row[Statistic.SCALE_MAX]]
+        assert extremes == [scale.min().item(), scale.max().item()]
+
+
+@all_implementations
+def test_a_scale_that_just_fits_clips_nothing(implementation):
+    for seed in range(50):
+        x = torch.randn(4, 64, generator=torch.Generator().manual_seed(seed))
+        for decodes in (True, False):
+            scale = x.abs().amax() / 448 if decodes else 448 / x.abs().amax()
+            codes = quantize(x, "float8_e4m3fn", 448 / x.abs().amax())
+            plan = CapturePlan(0, "float8_e4m3fn", True, 1, multiply_to_decode=decodes)
+            _, row = run_capture(implementation, x, [codes, scale], plan)
+            assert row[Statistic.CLIPPED_COUNT] == 0
+            np.testing.assert_allclose(row[Statistic.RANGE_RATIO], 1, rtol=1e-6)
+
+
+@all_implementations
+def test_a_scale_of_zero(implementation):
+    """A zero scale for a zero block is legal; a coded scale may underflow."""
+    x = torch.ones(4, 64)
+    x[1] = 0
+    x[2, :10] = 0
+    codes = torch.zeros(4, 64, dtype=torch.uint8)
+    for decodes in (True, False):
+        scale = torch.tensor([[1.0], [0.0], [0.0], [1.0]])
+        plan = CapturePlan(0, "float8_e4m3fn", True, 1, multiply_to_decode=decodes, scales=((1, "float32"),))
+        _, row = run_capture(implementation, x, [codes, scale], plan)
+        assert row[Statistic.ZERO_SCALE_COUNT] == 54
+        _, row = run_capture(implementation, x, [codes, torch.tensor(0.0)], plan)
+        assert row[Statistic.ZERO_SCALE_COUNT] == 182
+        assert row[Statistic.CLIPPED_COUNT] == row[Statistic.RANGE_RATIO] == 0
+    plan = CapturePlan(0, "float8_e4m3fn", True, 1, scales=((1, "float8_e4m3fn"),))
+    _, row = run_capture(implementation, x, [codes, torch.zeros(4, 1, dtype=torch.uint8)], plan)
+    assert math.isnan(row[Statistic.ZERO_SCALE_COUNT])
+    assert row[Statistic.SCALE_MAX] == 0
+
+
+@all_implementations
+@pytest.mark.parametrize("scale_is_inverse", [True, False])
+def test_scale_beside_its_inverse(implementation, scale_is_inverse):
+    x, codes = torch.ones(4, 8), torch.zeros(4, 8, dtype=torch.uint8)
+    plan = CapturePlan(
+        0, "float8_e4m3fn", True, 1, multiply_to_decode=scale_is_inverse, scales=((1, "float32"), (2, "float32")),
+        inverse=2,
+    )  # fmt: skip
+    words = torch.tensor([[2.0], [0.1], [3.0], [0.0]])
+    inverse = torch.tensor([[0.5], [10.0], [0.4], [0.0]])  # the last: an empty block
+    _, row = run_capture(implementation, x, [codes, words, inverse], plan)
+    np.testing.assert_allclose(row[Statistic.SCALE_INVERSE_ERROR], 0.2, rtol=1e-6)
+    for rows in (2, torch.tensor([2])):
+        _, row = run_capture(implementation, x, [codes, words, inverse], plan, valid_rows=rows)
+        assert row[Statistic.SCALE_INVERSE_ERROR] < 1e-6
+        assert row[Statistic.SCALE_MAX] == 2
+    words[2], inverse[1] = math.nan, math.inf
+    _, row = run_capture(implementation, x, [codes, words, inverse], plan)
+    assert row[Statistic.SCALE_INVERSE_ERROR] == 0
+    assert row[Statistic.SCALE_NONFINITE_COUNT] == 2
+    nothing = torch.full((4, 1), math.nan)
+    _, row = run_capture(implementation, x, [codes, nothing, nothing], plan)
+    assert math.isnan(row[Statistic.SCALE_MIN]) and math.isnan(row[Statistic.SCALE_MAX])
+
+
+@all_implementations
+@pytest.mark.parametrize("decodes", [True, False])
+def test_past_amax_against_the_range(implementation, decodes):
+    x, codes = torch.ones(4, 8), torch.zeros(4, 8, dtype=torch.uint8)
+    plan = CapturePlan(0, "float8_e4m3fn", True, 1, multiply_to_decode=decodes, scales=((1, "float32"),), history=2)
+    scale = torch.tensor(0.5 if decodes else 2.0)
+    for history, expected in (([0.0, 448.0, 2.0], 2.0), ([0.0, 0.0], 0.0), ([math.nan, 56.0], 0.25)):
+        _, row = run_capture(implementation, x, [codes, scale, torch.tensor(history)], plan)
+        assert row[Statistic.HISTORY_RATIO] == expected
+    _, row = run_capture(implementation, x, [codes, torch.tensor(math.nan), torch.ones(3)], plan)
+    assert math.isnan(row[Statistic.HISTORY_RATIO])
+    _, row = run_capture(implementation, x, [codes, torch.ones(4, 1), torch.ones(3)], plan)
+    assert math.isnan(row[Statistic.HISTORY_RATIO])
+
+
+@all_implementations
+def test_codes_whose_values_count_as_they_are_have_a_range_too(implementation):
+    x = torch.tensor([[1.0, 500.0, math.inf, 7.0]])
+    plan = CapturePlan(0, "float8_e4m3fn", True, unscaled=True)
+    _, row = run_capture(implementation, x, [torch.zeros(1, 4, dtype=torch.uint8)], plan)
+    assert row[Statistic.CLIPPED_COUNT] == 1
+    np.testing.assert_allclose(row[Statistic.RANGE_RATIO], 500 / 448, rtol=1e-6)
+    assert math.isnan(row[Statistic.ZERO_SCALE_COUNT])
+
+
 # -- valid rows
 
 
@@ -338,6 +449,8 @@ def test_only_valid_rows_count(implementation, on_device, num):
     kept, kept_codes, kept_scale = x[:count].double().numpy(), codes[:count].numpy(), scale[:count].double().numpy()
     expected = expected_high_precision(kept) | expected_codes(kept_codes, "float8_e4m3fn")
     expected |= expected_pair(kept, decode(kept_codes, "float8_e4m3fn") * kept_scale)
+    expected |= expected_range(kept, kept_scale, "float8_e4m3fn") | expected_scale(kept_scale)
+    expected[Statistic.ZERO_SCALE_COUNT] = 0
     expected[Statistic.SCALE_NONFINITE_COUNT] = max(count - 4, 0)
     assert_row(row, expected, kept)
     np.testing.assert_array_equal(bits(destination.high_precision[2]), bits(x))  # copies are whole

@@ -156,3 +156,20 @@ def test_fill_makes_exact_segments_below_the_largest_area():
     assert [segment.area_bytes for segment in segments.items] == [256, LARGEST_AREA_BYTES, 1536]
     assert [(places[key].segment, places[key].offset_bytes) for key in keys] == [(0, 0), (1, 0), (2, 0), (2, 512)]
     assert Segments(CPU, 1, 0).fill({}) == {}
+
+
+def test_plan_finds_the_inverse_of_the_scale_and_the_history():
+    def plan(direction: str, **components: torch.Tensor):
+        info = QuantizerInfo("x", "float8_e4m3fn", direction, (), {})
+        parts = QuantizedParts(info, {"data": torch.zeros(2, 4, dtype=torch.uint8), **components}, {}, "data")
+        made = build_plan(None, parts)
+        return [None if at < 0 else list(parts.components)[at] for at in (made.scale, made.inverse, made.history)]
+
+    word, coded = torch.ones(2, 1), torch.ones(2, 1, dtype=torch.float8_e8m0fnu)
+    both = {"scale": word, "scale_inv": word}
+    assert plan("multiply_to_encode", **both) == ["scale", "scale_inv", None]
+    assert plan("multiply_to_decode", **both, amax_history=torch.ones(3)) == ["scale_inv", "scale", "amax_history"]
+    assert plan("multiply_to_encode", scale=word) == ["scale", None, None]
+    assert plan("multiply_to_encode", scale=word, scale_inv=torch.ones(2)) == ["scale", None, None]
+    assert plan("multiply_to_decode", scale=word, scale_inv=coded) == ["scale_inv", None, None]
+    assert plan("none", **both) == [None, None, None]

@@ -8,16 +8,17 @@ import torch
 from rules_support import DEVICES, Run, healthy, key, layout_of, loss, statistics_row
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flightrec.config.quantizer_rules import UnderflowRule
 from flightrec.config.rules import (
+    RULE_CLASSES,
     AmaxSpikeRule,
     ExceptionRule,
     LossJumpRule,
     ManualRule,
     NonfiniteRule,
-    UnderflowRule,
     default_rules,
 )
-from flightrec.records import NO_MICROBATCH, Key, Phase, Stage
+from flightrec.records import NO_MICROBATCH, NUM_STATISTICS, Key, Phase, Stage
 from flightrec.rules.base import Judgement, number, statistics_of, subject
 from flightrec.rules.evaluate import Evaluator
 from flightrec.rules.kinds import DEVICE_RULES
@@ -254,9 +255,33 @@ def test_no_synchronising_operation_is_dispatched(device):
     assert len(calls.names) > 20
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_rule_is_free_of_synchronising_and_of_nondeterministic_operations(device):
+    generator = np.random.default_rng(0)
+    settings = {"metric_threshold": {"above": 2.0}}
+    rules = [cls(**settings.get(kind, {})) for kind, cls in RULE_CLASSES.items() if not cls.is_host]
+    failures = []
+    run = Run(rules, device, on_failure=lambda name, error: failures.append((name, error)))
+    extra = {key("fc", "parameter", NO_MICROBATCH): healthy()}
+    extra |= {Key("", "metric", name, stage=Stage.AFTER_STEP): loss(1.0) for name in ("loss_scale", "grad_norm")}
+    history = [model_records(generator) | extra for _ in range(4)]
+    torch.use_deterministic_algorithms(True)
+    try:
+        for records in history[:-1]:
+            run.tick(records)
+        with Calls() as calls:
+            verdict = run.evaluator.evaluate(*prepared(run, history[-1]))
+            assert verdict.fired.shape[0] == len(rules)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert failures == []
+    forbidden = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "index.Tensor", "item", "equal")
+    assert not [name for name in calls.names if any(name.endswith(f"::{word}") for word in forbidden)]
+
+
 def prepared(run: Run, records):
     num_rows = -(-len(run.rows) // run.block) * run.block
-    matrix, valid = np.full((num_rows, 16), np.nan), np.zeros(num_rows, bool)
+    matrix, valid = np.full((num_rows, NUM_STATISTICS), np.nan), np.zeros(num_rows, bool)
     for seen, values in records.items():
         matrix[run.rows[seen]], valid[run.rows[seen]] = statistics_row(values), True
     return run.ticks, torch.from_numpy(matrix).to(run.device), torch.from_numpy(valid).to(run.device)
@@ -336,5 +361,5 @@ def test_words():
 
 
 def test_kinds_are_those_of_the_configuration():
-    assert set(DEVICE_RULES) == {rule.kind for rule in default_rules() if not rule.is_host}
+    assert set(DEVICE_RULES) == {kind for kind, rule in RULE_CLASSES.items() if not rule.is_host}
     assert Evaluator("cpu", default_rules()).rules == default_rules()

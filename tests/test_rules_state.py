@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import numpy as np
@@ -82,3 +83,17 @@ def test_arming_equals_a_plain_one(device, rearm):
         fires = arming.fire(tensor(sampled, device, torch.bool), tensor(faulty, device, torch.bool)).cpu().numpy()
         expected = [sampled[n] and reference[n].fire(bool(faulty[n])) for n in range(200)]
         np.testing.assert_array_equal(fires, expected)
+
+
+def test_smallest_and_median_of_a_window():
+    state = SeriesState(torch.device("cpu"))
+    window = state.declare_window("x", 4)
+    state.grow(2)
+    assert window.minimum().tolist() == [math.inf, math.inf]
+    both = torch.tensor([True, True])
+    for number, value in enumerate((3.0, -1.0, 7.0, 2.0, 5.0)):
+        if number < 4:
+            assert not window.median().isfinite().any() or number == 3
+        window.push(torch.tensor([value, 2 * value], dtype=torch.float64), both)
+    assert window.minimum().tolist() == [-1.0, -2.0]
+    assert window.median().tolist() == [3.5, 7.0]

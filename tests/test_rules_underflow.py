@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rules_support import DEVICES, ReferenceArming, Run, healthy, key, statistics_row
 
-from flightrec.config.rules import UnderflowRule
+from flightrec.config.quantizer_rules import UnderflowRule
 
 
 def pair(share: float, numel: int = 1000, **values: float) -> dict[str, float]:

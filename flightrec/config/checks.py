@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from flightrec.config.problems import Problem
-from flightrec.config.rules import AnyRule, DeviceRule
+from flightrec.config.rulebase import DeviceRule
+from flightrec.config.rules import AnyRule
 from flightrec.config.selection import ALWAYS_RECORDED, Selection
 
 

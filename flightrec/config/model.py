@@ -16,17 +16,16 @@ from flightrec.config.checks import blind_reason, cross_check
 from flightrec.config.document import dump
 from flightrec.config.fields import ConfigModel, StrictInt
 from flightrec.config.problems import InvalidConfigError, problems_of
+from flightrec.config.quantizer_rules import UnderflowRule
+from flightrec.config.rulebase import DeviceRule, RuleBase
 from flightrec.config.rules import (
     AmaxSpikeRule,
     AnyRule,
-    DeviceRule,
     ExceptionRule,
     LossJumpRule,
     ManualRule,
     NonfiniteRule,
     Rule,
-    RuleBase,
-    UnderflowRule,
     default_rules,
 )
 from flightrec.config.selection import Matcher, Selection

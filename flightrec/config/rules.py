@@ -10,97 +10,39 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
-from flightrec.config.fields import ConfigModel, Phases, StrictFloat, StrictInt, TensorNames, refuse
-from flightrec.config.patterns import LayerPatterns, layer_predicate
-from flightrec.records import TENSORS, Phase, Severity
-
-MAX_WINDOW = 4096
-"""Longest history window, in samples: windows live on the device, one a row and rule."""
+from flightrec.config.fields import StrictFloat, StrictInt, TensorNames, refuse
+from flightrec.config.quantizer_rules import (
+    InconsistentScaleRule,
+    QuantizationErrorRule,
+    SaturationRule,
+    StaleScaleRule,
+    UnderflowRule,
+)
+from flightrec.config.rulebase import (
+    MAX_WINDOW,
+    DeviceRule,
+    RuleBase,
+    WindowRule,
+    kind_field,
+    name_field,
+    severity_field,
+)
+from flightrec.config.training_rules import (
+    LossDriftRule,
+    LossScaleCollapseRule,
+    MetricJumpRule,
+    MetricThresholdRule,
+    MissingRecordRule,
+    UnchangedParametersRule,
+    ZeroGradientRule,
+)
+from flightrec.records import TENSORS, Severity
 
 LATER_KINDS = (
-    "loss_drift",
-    "saturation",
-    "quantization_error",
-    "stale_scale",
-    "inconsistent_scale",
-    "zero_gradient",
-    "missing_record",
-    "unchanged_parameters",
-    "loss_scale_collapse",
     "expert",
-    "metric_jump",
-    "metric_threshold",
     "hang",
 )
 """Kinds that are named in the documentation of later versions and refused by this one."""
-
-MAY_BE_QUANTIZED = ("activation", "weight", "gradient", "output", "wgrad", "dgrad", "input")
-
-
-class RuleBase(ConfigModel):
-    """What every rule has, those of the host too."""
-
-    is_host: ClassVar[bool] = False
-    """Whether the rule is raised by the host (an exception, a call) instead of being evaluated on the device."""
-
-    kind: str
-    name: str
-    severity: Severity
-    cooldown_iterations: StrictInt | None = Field(
-        default=None,
-        ge=0,
-        alias="cooldown",
-        description="Iterations after an incident of this rule in which it writes no other one. Default: the value of "
-        "`incident.cooldown`.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _one_cooldown(cls, data: Any) -> Any:
-        if isinstance(data, dict) and {"cooldown", "cooldown_iterations"} <= data.keys():
-            refuse("expected either cooldown or cooldown_iterations, got both", "cooldown_iterations")
-        return data
-
-
-class DeviceRule(RuleBase):
-    """A rule that looks at statistics of recorded tensors, on the device."""
-
-    layers: LayerPatterns = Field(
-        default=("*",), description="Layers that the rule looks at: a glob, `re:` and a regular expression, or a list."
-    )
-    tensors: TensorNames
-    phases: Phases = Field(
-        default=(Phase.TRAIN, Phase.RECOMPUTE),
-        description="Phases that the rule looks at. Only `train` feeds its history.",
-    )
-    min_samples: StrictInt
-    rearm: StrictInt = Field(
-        default=8,
-        ge=1,
-        description="Clean samples in a row after which a row that has fired may fire again.",
-    )
-
-    def sees(self, layer: str, tensor: str, phase: Phase | str) -> bool:
-        """Whether the rule looks at a tensor of this layer, name and phase."""
-        return tensor in self.tensors and phase in self.phases and layer_predicate(self.layers)(layer)
-
-
-class WindowRule(DeviceRule):
-    """A rule that compares a value with a window of its own history."""
-
-    window: StrictInt = Field(
-        default=128, ge=1, le=MAX_WINDOW, description="Length of the history that a value is compared with, in samples."
-    )
-
-    @model_validator(mode="after")
-    def _samples_fit_window(self) -> WindowRule:
-        if self.min_samples > self.window:
-            why = "the rule could never fire, its window never holds so many samples"
-            if "min_samples" in self.model_fields_set:
-                refuse(f"expected at most window = {self.window}, got {self.min_samples}: {why}", "min_samples")
-            default = f"min_samples = {self.min_samples} (its default)"
-            refuse(f"expected at least {default}, got {self.window}: {why}; set min_samples too", "window")
-        return self
 
 
 def _infinity(value: Any) -> Any:
@@ -111,30 +53,13 @@ def _infinity(value: Any) -> Any:
 
 Infinity = Annotated[Literal["-inf", "+inf"], BeforeValidator(_infinity), WithJsonSchema({"enum": ["-inf", "+inf"]})]
 
-_NAME_FIELD_HELP = "Name of the rule in messages and incident names; unique. Default: the kind."
-
-
-def _name_field(default: str) -> Any:
-    return Field(default=default, pattern=r"^[A-Za-z0-9_-]{1,64}$", description=_NAME_FIELD_HELP)
-
-
-def _severity_field(default: Severity) -> Any:
-    return Field(
-        default=default,
-        description="`watch`: noted only, writes nothing; `warning` and `fault`: write an incident, `fault` first.",
-    )
-
-
-def _kind_field(default: str, description: str) -> Any:
-    return Field(default=default, description=description)
-
 
 class NonfiniteRule(DeviceRule):
     """NaN or infinity in the logical region of a tensor or in its codes."""
 
-    kind: Literal["nonfinite"] = _kind_field("nonfinite", "Fires on NaN or infinity.")
-    name: str = _name_field("nonfinite")
-    severity: Severity = _severity_field(Severity.FAULT)
+    kind: Literal["nonfinite"] = kind_field("nonfinite", "Fires on NaN or infinity.")
+    name: str = name_field("nonfinite")
+    severity: Severity = severity_field(Severity.FAULT)
     tensors: TensorNames = Field(default=TENSORS, description="Tensors that the rule looks at. Default: all.")
     min_samples: StrictInt = Field(
         default=0, ge=0, description="Samples of a row before the rule may fire on it; 0: from the first one."
@@ -148,9 +73,9 @@ class NonfiniteRule(DeviceRule):
 class LossJumpRule(WindowRule):
     """The loss leaves its recent range."""
 
-    kind: Literal["loss_jump"] = _kind_field("loss_jump", "Fires when the loss jumps against its own history.")
-    name: str = _name_field("loss_jump")
-    severity: Severity = _severity_field(Severity.WARNING)
+    kind: Literal["loss_jump"] = kind_field("loss_jump", "Fires when the loss jumps against its own history.")
+    name: str = name_field("loss_jump")
+    severity: Severity = severity_field(Severity.WARNING)
     tensors: TensorNames = Field(default=("loss",), description="Always the loss.")
     min_samples: StrictInt = Field(default=64, ge=1, description="Samples in the window before the rule may fire.")
     sigma: StrictFloat = Field(
@@ -175,11 +100,11 @@ class LossJumpRule(WindowRule):
 class AmaxSpikeRule(WindowRule):
     """The largest magnitude of a tensor is far above its recent maximum."""
 
-    kind: Literal["amax_spike"] = _kind_field(
+    kind: Literal["amax_spike"] = kind_field(
         "amax_spike", "Fires when a tensor's largest magnitude jumps against its own history."
     )
-    name: str = _name_field("amax_spike")
-    severity: Severity = _severity_field(Severity.WARNING)
+    name: str = name_field("amax_spike")
+    severity: Severity = severity_field(Severity.WARNING)
     tensors: TensorNames = Field(default=("activation", "gradient"), description="Tensors that the rule looks at.")
     min_samples: StrictInt = Field(
         default=64, ge=1, description="Non-empty, non-zero samples in the window before the rule may fire."
@@ -192,40 +117,6 @@ class AmaxSpikeRule(WindowRule):
         le=64,
         description="Tensors, or iterations of one tensor, that must spike; until then a spike is only a `watch`.",
     )
-
-
-class UnderflowRule(WindowRule):
-    """Quantization turned too large a share of a tensor's non-zero values into zero."""
-
-    kind: Literal["underflow"] = _kind_field(
-        "underflow", "Fires when quantization turns non-zero values into zero, against the tensor's own history."
-    )
-    name: str = _name_field("underflow")
-    severity: Severity = _severity_field(Severity.WARNING)
-    tensors: TensorNames = Field(
-        default=MAY_BE_QUANTIZED,
-        description="Tensors that the rule looks at, where both the high-precision tensor and its codes are recorded.",
-    )
-    min_samples: StrictInt = Field(
-        default=16, ge=1, description="Samples in the window before a value is compared with it instead of `new_row`."
-    )
-    factor: StrictFloat = Field(default=4.0, gt=1, description="Fires above this multiple of the window's maximum ...")
-    minimum: StrictFloat = Field(
-        default=0.25, ge=0, le=1, description="... and above this share of the non-zero values."
-    )
-    new_row: StrictFloat = Field(
-        default=0.9, gt=0, le=1, description="Fires at this share whatever the history says, and without one."
-    )
-
-    @model_validator(mode="after")
-    def _shares_in_order(self) -> UnderflowRule:
-        if self.minimum > self.new_row:
-            why = "at new_row the rule fires already"
-            if "minimum" in self.model_fields_set:
-                refuse(f"expected at most new_row = {self.new_row:g}, got {self.minimum:g}: {why}", "minimum")
-            default = f"minimum = {self.minimum:g} (its default)"
-            refuse(f"expected at least {default}, got {self.new_row:g}: {why}; set minimum too", "new_row")
-        return self
 
 
 class _HostRule(RuleBase):
@@ -241,20 +132,38 @@ class _HostRule(RuleBase):
 class ExceptionRule(_HostRule):
     """The training loop raised: what the ring holds is written before the exception goes on."""
 
-    kind: Literal["exception"] = _kind_field("exception", "Fires when the training loop raises.")
-    name: str = _name_field("exception")
-    severity: Severity = _severity_field(Severity.FAULT)
+    kind: Literal["exception"] = kind_field("exception", "Fires when the training loop raises.")
+    name: str = name_field("exception")
+    severity: Severity = severity_field(Severity.FAULT)
 
 
 class ManualRule(_HostRule):
     """``recorder.trigger("why")`` was called. Always there, listed or not."""
 
-    kind: Literal["manual"] = _kind_field("manual", "Fires when `recorder.trigger(...)` is called.")
-    name: str = _name_field("manual")
-    severity: Severity = _severity_field(Severity.FAULT)
+    kind: Literal["manual"] = kind_field("manual", "Fires when `recorder.trigger(...)` is called.")
+    name: str = name_field("manual")
+    severity: Severity = severity_field(Severity.FAULT)
 
 
-AnyRule = Union[NonfiniteRule, LossJumpRule, AmaxSpikeRule, UnderflowRule, ExceptionRule, ManualRule]  # noqa: UP007
+AnyRule = Union[  # noqa: UP007
+    NonfiniteRule,
+    LossJumpRule,
+    AmaxSpikeRule,
+    UnderflowRule,
+    QuantizationErrorRule,
+    SaturationRule,
+    InconsistentScaleRule,
+    StaleScaleRule,
+    LossDriftRule,
+    MetricJumpRule,
+    MetricThresholdRule,
+    ZeroGradientRule,
+    MissingRecordRule,
+    UnchangedParametersRule,
+    LossScaleCollapseRule,
+    ExceptionRule,
+    ManualRule,
+]
 """Any rule of this version."""
 
 Rule = Annotated[AnyRule, Field(discriminator="kind")]
@@ -265,6 +174,17 @@ RULE_CLASSES: dict[str, type[RuleBase]] = {
     "loss_jump": LossJumpRule,
     "amax_spike": AmaxSpikeRule,
     "underflow": UnderflowRule,
+    "quantization_error": QuantizationErrorRule,
+    "saturation": SaturationRule,
+    "inconsistent_scale": InconsistentScaleRule,
+    "stale_scale": StaleScaleRule,
+    "loss_drift": LossDriftRule,
+    "metric_jump": MetricJumpRule,
+    "metric_threshold": MetricThresholdRule,
+    "zero_gradient": ZeroGradientRule,
+    "missing_record": MissingRecordRule,
+    "unchanged_parameters": UnchangedParametersRule,
+    "loss_scale_collapse": LossScaleCollapseRule,
     "exception": ExceptionRule,
     "manual": ManualRule,
 }

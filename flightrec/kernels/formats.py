@@ -23,6 +23,7 @@ class CodeFormat:
         nan_first, nan_last: a code is NaN when its masked bits lie in this range; ``nan_first`` is None without NaN.
         zero_mask: a code is zero when its masked bits are 0; None where the format has no zero.
         dtype: torch dtype that converts to float32 exactly, or None (packed FP4 is decoded by hand).
+        largest_value: what ``largest`` decodes to.
         packed: two codes a byte, the first in the low nibble (bits 0 to 3).
     """
 
@@ -35,16 +36,17 @@ class CodeFormat:
     nan_last: int
     zero_mask: int | None
     dtype: torch.dtype | None
+    largest_value: float
     packed: bool = False
 
 
 _FORMATS = (
-    CodeFormat("float8_e4m3fn", 0x7F, 0x7E, None, 0x7F, 0x7F, 0x7F, 0x7F, torch.float8_e4m3fn),
-    CodeFormat("float8_e5m2", 0x7F, 0x7B, 0x7C, 0x7F, 0x7D, 0x7F, 0x7F, torch.float8_e5m2),
-    CodeFormat("float8_e4m3fnuz", 0x7F, 0x7F, None, 0xFF, 0x80, 0x80, 0xFF, torch.float8_e4m3fnuz),
-    CodeFormat("float8_e5m2fnuz", 0x7F, 0x7F, None, 0xFF, 0x80, 0x80, 0xFF, torch.float8_e5m2fnuz),
-    CodeFormat("float8_e8m0fnu", 0xFF, 0xFE, None, 0xFF, 0xFF, 0xFF, None, torch.float8_e8m0fnu),
-    CodeFormat("float4_e2m1fn_x2", 0x07, 0x07, None, 0x0F, None, 0, 0x07, None, packed=True),
+    CodeFormat("float8_e4m3fn", 0x7F, 0x7E, None, 0x7F, 0x7F, 0x7F, 0x7F, torch.float8_e4m3fn, 448.0),
+    CodeFormat("float8_e5m2", 0x7F, 0x7B, 0x7C, 0x7F, 0x7D, 0x7F, 0x7F, torch.float8_e5m2, 57344.0),
+    CodeFormat("float8_e4m3fnuz", 0x7F, 0x7F, None, 0xFF, 0x80, 0x80, 0xFF, torch.float8_e4m3fnuz, 240.0),
+    CodeFormat("float8_e5m2fnuz", 0x7F, 0x7F, None, 0xFF, 0x80, 0x80, 0xFF, torch.float8_e5m2fnuz, 57344.0),
+    CodeFormat("float8_e8m0fnu", 0xFF, 0xFE, None, 0xFF, 0xFF, 0xFF, None, torch.float8_e8m0fnu, 2.0**127),
+    CodeFormat("float4_e2m1fn_x2", 0x07, 0x07, None, 0x0F, None, 0, 0x07, None, 6.0, packed=True),
 )
 
 CODE_FORMATS: dict[str, CodeFormat] = {code_format.name: code_format for code_format in _FORMATS}

@@ -42,9 +42,11 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         with torch.inference_mode(False):
             self.floats = torch.empty(BLOCK, dtype=torch.float32)
+            self.sizes = torch.empty(BLOCK, dtype=torch.float32)
             self.decoded = torch.empty(BLOCK, dtype=torch.float32)
             self.halves = torch.empty(BLOCK, dtype=torch.float16)
         self.floats_np: _Array = self.floats.numpy()
+        self.sizes_np: _Array = self.sizes.numpy()
         self.decoded_np: _Array = self.decoded.numpy()
         self.halves_np: _Array = self.halves.numpy().view(np.int16)
         self.zeros = np.empty(BLOCK, np.bool_)
@@ -99,6 +101,11 @@ class _Codes:
     saturated: int = 0
     underflow: int = 0
     squared_error: float = 0.0
+    is_unscaled: bool = False
+    has_coded_scale: bool = False
+    clipped: int = 0
+    range_ratio: float = 0.0
+    zero_scale: int = 0
 
 
 def capture(
@@ -184,6 +191,7 @@ def _fast(
         row[Statistic.SCALE_NONFINITE_COUNT] = sum(
             _scale_nonfinite(parts[at], name, rows, valid_rows) for at, name in plan.scales
         )
+        _write_scale(row, plan, parts, rows, valid_rows)
     return True
 
 
@@ -206,9 +214,10 @@ def _prepare_codes(
     flat = _flat(codes, valid_rows).view(torch.uint8).numpy()
     result = _Codes(flat, code_format, len(flat) * (2 if code_format.packed else 1))
     if plan.pairs and x is not None and plan.unscaled:
-        result.factor = 1.0
+        result.factor, result.is_unscaled = 1.0, True
     elif plan.pairs and x is not None and plan.scale >= 0:
         result.multiply = plan.multiply_to_decode
+        result.has_coded_scale = dict(plan.scales).get(plan.scale, "") in CODE_FORMATS
         values = reference.scale_values(parts[plan.scale].detach(), plan)
         if values.numel() == 1:
             result.factor = float(values.numpy().reshape(-1)[0])
@@ -312,7 +321,35 @@ def _pair_block(codes: _Codes, block: _Array, zeros: _Array, peak: float, start:
         np.subtract(decoded, block, out=decoded)
         squares = _squares(decoded, peak)
     codes.squared_error += squares
+    _range_block(codes, block, factor, peak)
     return math.isfinite(squares)  # otherwise the reference leaves out what is not finite
+
+
+def _range_block(codes: _Codes, block: _Array, factor: _Array, peak: float) -> None:
+    """How far one block reaches beyond the format's range; ``factor`` as ``_pair_block`` uses it."""
+    largest = np.float32(codes.code_format.largest_value)
+    with np.errstate(all="ignore"):
+        limit = factor * largest if codes.multiply else largest / factor
+        if limit.ndim == 0:
+            highest = float(np.float32(peak) / limit)
+            if not math.isfinite(highest):
+                highest = 0.0
+            if highest > reference.CLIPPED_ABOVE:
+                ratio = np.divide(np.abs(block, out=_scratch.sizes_np[: len(block)]), limit)
+        else:
+            sizes = np.abs(block, out=_scratch.sizes_np[: len(block)]).reshape(-1, codes.repeat)
+            ratio = np.divide(sizes, limit)
+            highest = float(np.maximum.reduce(ratio, axis=None))
+            if not math.isfinite(highest):
+                ratio[~np.isfinite(ratio)] = 0
+                highest = float(np.maximum.reduce(ratio, axis=None))
+        if highest > reference.CLIPPED_ABOVE:
+            codes.clipped += int(np.count_nonzero(ratio > np.float32(reference.CLIPPED_ABOVE)))
+    codes.range_ratio = max(codes.range_ratio, highest)
+    zero = factor == 0
+    if zero.any():
+        wide = block if zero.ndim == 0 else block.reshape(-1, codes.repeat)
+        codes.zero_scale += int(np.count_nonzero(zero & (wide != 0)))
 
 
 def _code_blocks(codes: _Codes) -> None:
@@ -366,10 +403,35 @@ def _write_codes(row: list[float], codes: _Codes, *, pairs: bool) -> None:
     row[Statistic.QUANTIZED_INF_COUNT] = codes.infinite
     row[Statistic.QUANTIZED_ZERO_COUNT] = codes.zero
     row[Statistic.QUANTIZED_SATURATED_COUNT] = codes.saturated
+    row[Statistic.QUANTIZED_LARGEST] = codes.code_format.largest_value
     if pairs:
         row[Statistic.UNDERFLOW_COUNT] = codes.underflow
         if codes.factor is not None:
             row[Statistic.SQUARED_ERROR] = codes.squared_error
+            row[Statistic.CLIPPED_COUNT] = codes.clipped
+            row[Statistic.RANGE_RATIO] = codes.range_ratio
+            if not codes.is_unscaled and not codes.has_coded_scale:
+                row[Statistic.ZERO_SCALE_COUNT] = codes.zero_scale
+
+
+def _write_scale(
+    row: list[float],
+    plan: CapturePlan,
+    parts: Sequence[torch.Tensor],
+    rows_of: torch.Tensor,
+    valid_rows: int | None,
+) -> None:
+    if plan.scale < 0:
+        return
+    word = parts[plan.scale].detach()
+    if word.numel() == 1 and word.dtype == torch.float32 and plan.inverse < 0 and plan.history < 0:
+        value = float(word.numpy().reshape(-1)[0])
+        row[Statistic.SCALE_MIN] = row[Statistic.SCALE_MAX] = value if math.isfinite(value) else math.nan
+        return
+    rows = rows_of.shape[0] if rows_of.dim() else 1
+    detached = [part.detach() for part in parts]
+    for statistic, found in reference.scale_statistics(plan, detached, rows, valid_rows).items():
+        row[statistic] = float(found.numpy())
 
 
 def _scale_nonfinite(scale: torch.Tensor, name: str, rows_of: torch.Tensor, valid_rows: int | None) -> float:

@@ -25,6 +25,8 @@ class CapturePlan:
         multiply_to_decode: the scale's direction; False divides.
         block_shape: elements that share a scale, one entry a dimension; empty for the ratio of the shapes.
         scales: (position, element format) of every scale component.
+        inverse: the words that should be one over ``scale``'s, of the same shape.
+        history: past amaxes of the tensor.
     """
 
     codes: int = -1
@@ -35,6 +37,8 @@ class CapturePlan:
     multiply_to_decode: bool = True
     block_shape: tuple[int, ...] = ()
     scales: tuple[tuple[int, str], ...] = ()
+    inverse: int = -1
+    history: int = -1
 
 
 @dataclass(slots=True)

@@ -17,6 +17,9 @@ from flightrec.records import NUM_STATISTICS, Statistic
 
 _Values = dict[int, torch.Tensor]
 
+CLIPPED_ABOVE = 1 + 2.0**-20
+"""A scaled element is clipped beyond this multiple of the range: a scale that fits exactly is rounded itself."""
+
 
 def capture(
     plan: CapturePlan,
@@ -81,6 +84,7 @@ def statistics(
         rows = _num_rows(high_precision if high_precision is not None else parts[max(plan.codes, 0)])
         counts = [scale_nonfinite(parts[at], name, rows, valid_rows) for at, name in plan.scales]
         values[Statistic.SCALE_NONFINITE_COUNT] = torch.stack(counts).sum()
+        values |= scale_statistics(plan, parts, rows, valid_rows)
     return _row(values, device)
 
 
@@ -173,6 +177,7 @@ def _quantized(codes: torch.Tensor, format_name: str, valid_rows: int | torch.Te
         Statistic.QUANTIZED_INF_COUNT: nothing if infinity is None else infinity.sum(),
         Statistic.QUANTIZED_ZERO_COUNT: zero,
         Statistic.QUANTIZED_SATURATED_COUNT: saturated.sum(),
+        Statistic.QUANTIZED_LARGEST: torch.full((), code_format.largest_value, dtype=torch.float64, device=bits.device),
     }
 
 
@@ -192,6 +197,7 @@ def _pair(
     values: _Values = {Statistic.UNDERFLOW_COUNT: (zero & (x != 0) & torch.isfinite(x)).sum()}
     if scale is None and not plan.unscaled:
         return values
+    factor = None
     if scale is not None:
         full_shape = (codes.shape[0], *decoded.shape[1:]) if decoded.dim() else decoded.shape
         factor = expand_scale(scale_values(scale, plan), full_shape, plan.block_shape)
@@ -199,10 +205,75 @@ def _pair(
             return values
         if factor.dim() == decoded.dim() and decoded.dim() and factor.shape[0] > decoded.shape[0]:
             factor = factor.narrow(0, 0, decoded.shape[0])
+        is_code = dict(plan.scales).get(plan.scale, "") in CODE_FORMATS
+        if not is_code:
+            values[Statistic.ZERO_SCALE_COUNT] = ((factor == 0) & (x != 0) & torch.isfinite(x)).sum()
         decoded = decoded * factor if plan.multiply_to_decode else decoded / factor
     error = decoded - x  # float64 when x is
     values[Statistic.SQUARED_ERROR] = _sum_of_squares(torch.where(torch.isfinite(error), error, 0))
+    return values | _range(x, code_format.largest_value, factor, multiply=plan.multiply_to_decode)
+
+
+def _range(x: torch.Tensor, largest: float, factor: torch.Tensor | None, *, multiply: bool) -> _Values:
+    """How far the scaled elements reach beyond the format's range."""
+    if factor is None:
+        factor = torch.ones((), dtype=torch.float32, device=x.device)
+    limit = factor * largest if multiply else largest / factor
+    ratio = (x if x.dtype == torch.float64 else x.to(torch.float32)).abs() / limit
+    ratio = torch.where(torch.isfinite(ratio), ratio, 0)
+    return {
+        Statistic.CLIPPED_COUNT: (ratio > CLIPPED_ABOVE).sum(),
+        Statistic.RANGE_RATIO: ratio.amax() if x.numel() else _constant(0, x),
+    }
+
+
+def scale_statistics(
+    plan: CapturePlan, parts: Sequence[torch.Tensor], rows: int, valid_rows: int | torch.Tensor | None
+) -> _Values:
+    """What the words of the scale that decodes say by themselves, as 0-dimensional tensors by column.
+
+    ``rows`` and ``valid_rows`` as in ``scale_nonfinite``.
+    """
+    if plan.scale < 0 or not parts[plan.scale].numel():
+        return {}
+    whole = scale_values(parts[plan.scale], plan)
+    words = _valid_words(whole, rows, valid_rows)
+    finite = torch.isfinite(words)
+    some = finite.any()
+    values: _Values = {}
+    if words.numel():
+        low, high = torch.where(finite, words, math.inf).amin(), torch.where(finite, words, -math.inf).amax()
+        values[Statistic.SCALE_MIN] = torch.where(some, low, math.nan)
+        values[Statistic.SCALE_MAX] = torch.where(some, high, math.nan)
+        if plan.inverse >= 0:
+            inverse = _valid_words(parts[plan.inverse].to(torch.float32), rows, valid_rows)
+            judged = finite & torch.isfinite(inverse) & ((words != 0) | (inverse != 0))
+            error = (words * inverse - 1).abs()
+            values[Statistic.SCALE_INVERSE_ERROR] = torch.where(judged, error, 0).amax()
+    if plan.history >= 0 and whole.numel() == 1 and plan.format in CODE_FORMATS and parts[plan.history].numel():
+        past = parts[plan.history].to(torch.float32)
+        past = torch.where(torch.isfinite(past), past, 0).amax()
+        largest, factor = CODE_FORMATS[plan.format].largest_value, whole.reshape(())
+        ratio = past / (factor * largest if plan.multiply_to_decode else largest / factor)
+        values[Statistic.HISTORY_RATIO] = torch.where(torch.isfinite(ratio), ratio, math.nan)
     return values
+
+
+def _valid_words(words: torch.Tensor, rows: int, valid_rows: int | torch.Tensor | None) -> torch.Tensor:
+    """The scale's words that touch valid rows; NaN in place of the others where their number is on the device."""
+    if valid_rows is None or not _by_rows(words, rows):
+        return words
+    block = rows // words.shape[0]
+    count = (valid_rows + (block - 1)) // block
+    if isinstance(count, int):
+        return words.narrow(0, 0, min(max(count, 0), words.shape[0]))
+    inside = torch.arange(words.shape[0], device=words.device) < count.reshape(())
+    return torch.where(inside.reshape(-1, *([1] * (words.dim() - 1))), words, math.nan)
+
+
+def _by_rows(scale: torch.Tensor, rows: int) -> bool:
+    """Whether a scale is laid out by rows, or blocks of rows, of what it scales."""
+    return scale.dim() > 0 and scale.shape[0] > 1 and not rows % scale.shape[0]
 
 
 def scale_values(scale: torch.Tensor, plan: CapturePlan) -> torch.Tensor:
@@ -249,7 +320,7 @@ def scale_nonfinite(scale: torch.Tensor, name: str, rows: int, valid_rows: int |
     ``rows`` is the first dimension of the tensor that is scaled; where the scale is laid out by rows or blocks of rows,
     only those that touch ``valid_rows`` count.
     """
-    if scale.dim() < 1 or not scale.shape[0] or rows % scale.shape[0] or scale.shape[0] == 1:
+    if not _by_rows(scale, rows):
         valid_rows = None  # not laid out by rows: all of it counts
     code_format = CODE_FORMATS.get(name)
     if code_format is None:

@@ -84,6 +84,7 @@ def build_plan(high_precision: torch.Tensor | None, quantized: QuantizedParts | 
     candidates = [quantized.pair_codes or "data", "data", *(name for name in names if is_codes(name))]
     codes = next((name for name in candidates if name in names), None)
     scale = _scale_of(codes, quantized) if codes is not None else None
+    inverse = _inverse_of(scale, quantized) if scale is not None else None
     return CapturePlan(
         codes=-1 if codes is None else names.index(codes),
         format="" if codes is None else quantized.format(codes),
@@ -93,6 +94,8 @@ def build_plan(high_precision: torch.Tensor | None, quantized: QuantizedParts | 
         multiply_to_decode=quantized.info.scale_direction != "multiply_to_encode",
         block_shape=quantized.info.block_shape,
         scales=tuple((at, quantized.format(name)) for at, name in enumerate(names) if "scale" in name),
+        inverse=-1 if inverse is None else names.index(inverse),
+        history=names.index("amax_history") if "amax_history" in names else -1,
     )
 
 
@@ -103,6 +106,15 @@ def _scale_of(codes: str, quantized: QuantizedParts) -> str | None:
         return None
     prefix = codes.removesuffix("data")
     return next((name for name in (prefix + word, word) if name in quantized.components), None)
+
+
+def _inverse_of(scale: str, quantized: QuantizedParts) -> str | None:
+    """The component that should hold one over each word of ``scale``; none where a word is rounded to a code."""
+    other = scale.removesuffix("_inv") if scale.endswith("_inv") else f"{scale}_inv"
+    if other not in quantized.components or {quantized.format(scale), quantized.format(other)} & CODE_FORMATS.keys():
+        return None
+    one, two = quantized.components[scale], quantized.components[other]
+    return other if one.shape == two.shape and one.is_floating_point() and two.is_floating_point() else None
 
 
 def _can_pair(high_precision: torch.Tensor | None, quantized: QuantizedParts, codes: str) -> bool:

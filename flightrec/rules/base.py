@@ -80,6 +80,11 @@ class DeviceRule(ABC):
         """The series of a key; a rule may merge more than microbatches."""
         return series_of(key)
 
+    def accepts(self, key: Key) -> bool:
+        """Whether a row that the configuration's layers, tensors and phases cover is looked at."""
+        del key
+        return True
+
     @abstractmethod
     def judge(self, samples: Samples) -> Judgement:
         """Judge one tick and update the rule's windows. No synchronisation."""

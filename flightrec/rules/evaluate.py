@@ -153,7 +153,9 @@ class _Runner:
 
     def add(self, key: Key, row: int) -> None:
         """Take a row if the rule is meant to see it. ``warmup`` is never evaluated."""
-        if key.phase is not Phase.WARMUP and self.config.sees(key.layer, key.tensor, key.phase):
+        if key.phase is Phase.WARMUP or not self.config.sees(key.layer, key.tensor, key.phase):
+            return
+        if self.rule.accepts(key):
             self.index.add(key, row)
 
     def run(self, statistics: Tensor, valid: Tensor) -> _RulePart | None:

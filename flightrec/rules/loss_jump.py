@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from flightrec.config.rules import LossJumpRule
-from flightrec.records import Key, Stage, Statistic
+from flightrec.config.training_rules import MetricJumpRule
+from flightrec.records import Key, Statistic
 from flightrec.rules.base import DeviceRule, Judgement, Samples, number, subject, twinned
-from flightrec.rules.series import series_of
+from flightrec.rules.scalars import furthest, iteration_value, one_series, row_values
 from flightrec.rules.state import SeriesState
 
 MINIMUM_DEVIATION = 1e-3
@@ -33,7 +33,7 @@ class LossJump(DeviceRule):
 
     kind: ClassVar[str] = "loss_jump"
 
-    def __init__(self, config: LossJumpRule, state: SeriesState) -> None:
+    def __init__(self, config: LossJumpRule | MetricJumpRule, state: SeriesState) -> None:
         super().__init__(config, state)
         self._sigma = config.sigma
         self._factor = config.factor
@@ -47,12 +47,12 @@ class LossJump(DeviceRule):
     @staticmethod
     def grouping(key: Key) -> Key:
         """Losses of one name are one series, wherever in the iteration they were given."""
-        return replace(series_of(key), call=0, stage=Stage.LOSS)
+        return one_series(key)
 
     def judge(self, samples: Samples) -> Judgement:
         """Judge one tick; see the class."""
-        per_row, used = self._losses(samples)
-        loss = torch.where(used, per_row, self._zero).sum(1) / used.sum(1)  # NaN: none, or not finite
+        per_row, used = row_values(samples)
+        loss = iteration_value(per_row, used, self._zero)  # NaN: none, or not finite
         sampled = loss.abs() < torch.inf
         mean, above, below = self._range(samples)
         low, high = mean - below, mean + above
@@ -61,18 +61,8 @@ class LossJump(DeviceRule):
         entering = torch.fmin(torch.fmax(loss, low), high)  # without a range, NaN, as it is
         self._window.push(entering, samples.tables.feeding(sampled))
         threshold = self._threshold(loss, mean, low, high)
-        rows = self._furthest(per_row - mean[:, None], used, beyond)
+        rows = furthest(per_row - mean[:, None], used, beyond)
         return Judgement(sampled, faulty, rows, loss[:, None], threshold)
-
-    def _losses(self, samples: Samples) -> tuple[Tensor, Tensor]:
-        """Loss of each row (not finite where any of its elements is not), and which rows make up the iteration's."""
-        column = samples.column
-        not_finite = column(Statistic.NAN_COUNT) + column(Statistic.POSITIVE_INF_COUNT)
-        not_finite = not_finite + column(Statistic.NEGATIVE_INF_COUNT)
-        per_row = (column(Statistic.SUM) / column(Statistic.NUMEL)).masked_fill_(not_finite > 0, torch.nan)
-        whole = samples.present & samples.tables.whole
-        used = torch.where(whole.any(1, keepdim=True), whole, samples.present)
-        return per_row, used
 
     def _range(self, samples: Samples) -> tuple[Tensor, Tensor, Tensor]:
         """Mean of the window and the distances still normal above and below it; NaN distances without a history."""
@@ -104,15 +94,6 @@ class LossJump(DeviceRule):
         if self._direction == "up":
             return high
         return low if self._direction == "down" else torch.where(loss < mean, low, high)
-
-    @staticmethod
-    def _furthest(distance: Tensor, used: Tensor, beyond: Tensor) -> Tensor:
-        """One row a series: the used one that lies furthest out on the side that jumped, bool [S, K]."""
-        if used.shape[1] == 1:
-            return used
-        outward = torch.where(used, distance * beyond[:, None], -torch.inf)
-        columns = torch.arange(used.shape[1], device=used.device)
-        return (columns == outward.argmax(1, keepdim=True)) & used
 
     def explain(self, key: Key, value: float, threshold: float, statistics: Mapping[Statistic, float]) -> str:
         """One sentence: the loss, the range that was normal, over how many samples."""

@@ -132,6 +132,19 @@ class Window:
         """Largest sample, float64 ``[num_series]``; 0 without one. For samples that are never negative."""
         return self._state[self._name].amax(1)
 
+    def minimum(self) -> Tensor:
+        """Smallest sample, float64 ``[num_series]``; infinite without one."""
+        return self._filled().amin(1)
+
+    def median(self) -> Tensor:
+        """Median of a full window, float64 ``[num_series]``; infinite or NaN while it is filling."""
+        ordered = self._filled().sort(1).values
+        return (ordered[:, (self.size - 1) // 2] + ordered[:, self.size // 2]) / 2
+
+    def _filled(self) -> Tensor:
+        """The samples, infinity where there is none yet."""
+        return self._state[self._name].masked_fill(self._columns >= self.count[:, None], torch.inf)
+
     def mean_and_std(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation (of the population), float64 ``[num_series]`` each; 0 without a sample."""
         count = self.count

@@ -140,7 +140,11 @@ class Record:
     @property
     def statistics(self) -> dict[str, float | int | None]:
         """Statistics by lower-case name (``nan_count``, ``amax``, ...): counts as int, None where absent."""
-        return {name: _statistic(name, float(self._row[name])) for name in schema.STATISTIC_COLUMNS}
+        there = self._row.dtype.names or ()  # a file of an earlier minor version lacks the later ones
+        return {
+            name: _statistic(name, float(self._row[name]) if name in there else math.nan)
+            for name in schema.STATISTIC_COLUMNS
+        }
 
     @property
     def components(self) -> tuple[StoredComponent, ...]:

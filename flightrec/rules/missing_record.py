@@ -1,0 +1,55 @@
+"""The rule ``missing_record``: a tensor that used to be recorded no longer is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+
+from flightrec.config.training_rules import MissingRecordRule
+from flightrec.records import Key, Statistic
+from flightrec.rules.base import DeviceRule, Judgement, Samples, number, subject
+from flightrec.rules.state import SeriesState
+
+
+class MissingRecord(DeviceRule):
+    """Fires when a series has been absent for more iterations than its own rhythm explains.
+
+    That is more than ``consecutive`` and more than ``factor`` x the longest absence that it came back from, after
+    ``min_samples`` iterations in which it was there. So a tensor that is recorded in every n-th iteration, or in turn
+    with others, is not missing. The value is the number of iterations without it. It fires once, and again when it has
+    come back for ``rearm`` iterations and is gone again.
+    """
+
+    kind: ClassVar[str] = "missing_record"
+
+    def __init__(self, config: MissingRecordRule, state: SeriesState) -> None:
+        super().__init__(config, state)
+        self._consecutive = float(config.consecutive)
+        self._factor = config.factor
+        self._min_samples = config.min_samples
+        state.declare("gap", dtype=torch.int64)  # iterations since it was last there
+        state.declare("longest", dtype=torch.int64)  # gap that it came back from
+        state.declare("samples", dtype=torch.int64)
+
+    def judge(self, samples: Samples) -> Judgement:
+        """Judge one tick; see the class."""
+        there = samples.present.any(1)
+        gap, longest, count = self.state["gap"], self.state["longest"], self.state["samples"]
+        longest.copy_(torch.where(there, torch.maximum(longest, gap), longest))
+        gap.add_(~there).masked_fill_(there, 0)
+        count.add_(there)
+        threshold = (longest.to(torch.float64) * self._factor).clamp_(min=self._consecutive)
+        faulty = (gap > threshold) & (count >= self._min_samples)
+        first = torch.arange(samples.present.shape[1], device=gap.device) == 0
+        rows = first.expand(samples.present.shape)  # the first of the microbatches speaks for all
+        return Judgement(there | faulty, faulty, rows, gap.to(torch.float64)[:, None], threshold)
+
+    def explain(self, key: Key, value: float, threshold: float, statistics: Mapping[Statistic, float]) -> str:
+        """One sentence: for how long it has been missing."""
+        del statistics
+        return (
+            f"{subject(key)} has not been recorded for {number(value)} iterations, though it used to be; up to "
+            f"{number(threshold)} are normal here"
+        )
