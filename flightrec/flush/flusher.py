@@ -31,7 +31,7 @@ logger = logging.getLogger("flightrec")
 
 RECORDS_PER_MESSAGE = 20_000
 MAX_EXTENSIONS = 2
-"""How often a further firing may lengthen an open incident, so that it has its own iterations beyond."""
+"""How often a graver firing may lengthen an open incident, so that it has its own iterations beyond."""
 
 CPU_BYTES_PER_STEP = 256 << 20
 """On the CPU a copy takes the training thread's time; further slots wait for the next step beyond this."""
@@ -229,14 +229,13 @@ class Flusher:
 
     def _join(self, incident: _Incident, info: TickInfo, firings: list[Firing]) -> None:
         worst = firings[0]
-        if worst.severity.order > incident.primary.severity.order:
+        if worst.severity.order > incident.primary.severity.order and incident.extensions < MAX_EXTENSIONS:
+            # Equal ones do not lengthen it: a NaN spoils everything in the iterations after it.
             incident.primary = worst
-            self._count(worst, info.tick)
-            logger.error("flightrec: %s", worst.message)
-        grave = worst.severity is not Severity.WATCH and worst.severity.order >= incident.primary.severity.order
-        if grave and incident.extensions < MAX_EXTENSIONS:
             incident.end_tick = max(incident.end_tick, info.tick + self._after)
             incident.extensions += 1
+            self._count(worst, info.tick)
+            logger.error("flightrec: %s", worst.message)
         incident.firings += firings
         self._post(messages.firing(incident.number, firings))
 
