@@ -28,6 +28,9 @@ THEME = TerminalTheme(
     ],
 )
 
+CELL = 12.2
+"""Width of a character in rich's pictures."""
+
 
 def main(incident: str, picture: str) -> None:
     """Render one incident's report to an SVG file."""
@@ -40,8 +43,16 @@ def main(incident: str, picture: str) -> None:
     text.render(document, console)
     svg = console.export_svg(title="flightrec inspect", theme=THEME)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # a picture loads nothing from elsewhere
+    svg = re.sub(r' x="([\d.]+)" y="([\d.]+)" textLength="([\d.]+)"([^>]*)>((?:&#160;)+)', _without_indent, svg)
     svg = svg.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
     Path(picture).write_text("\n".join(line.rstrip() for line in svg.splitlines() if line.strip()) + "\n")
+
+
+def _without_indent(found: re.Match[str]) -> str:
+    """Place a text where its first letter stands: not every viewer keeps spaces at the beginning."""
+    x, y, length = map(float, found.group(1, 2, 3))
+    indent = CELL * found.group(5).count("&#160;")
+    return f' x="{x + indent:.1f}" y="{y:.1f}" textLength="{length - indent:.1f}"{found.group(4)}>'
 
 
 if __name__ == "__main__":

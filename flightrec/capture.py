@@ -15,7 +15,7 @@ from flightrec.config.model import Config
 from flightrec.config.selection import Selection
 from flightrec.engine import Engine
 from flightrec.records import NO_MICROBATCH, Key, Phase, Stage
-from flightrec.ring.registry import MAX_CALLS
+from flightrec.ring.registry import MAX_CALLS, MAX_KEYS
 from flightrec.sources.extract import extract
 from flightrec.sources.sink import quiet
 from flightrec.sources.traversal import Observed, observe
@@ -101,7 +101,8 @@ class Capture:
                 valid_rows=self.valid_rows.get(layer) if valid_rows is None else valid_rows,
             )
             if layout is None:
-                self.blind(layer, tensor, f"of more than {MAX_CALLS} calls in a microbatch the first ones are recorded")
+                what = f"{MAX_CALLS} calls in a microbatch, or {MAX_KEYS} different tensors"
+                self.blind(layer, tensor, f"beyond {what} further ones are left out")
         except Exception as error:
             self.disarm(name, error)
 
@@ -131,10 +132,18 @@ class Capture:
         for (layer, tensor), reason in self._notes.items():
             engine.flusher.note_blind(layer, tensor, reason)
 
-    def begin_microbatch(self, index: int) -> None:
-        """The user names the current microbatch."""
+    def begin_microbatch(self, index: int) -> tuple[int, bool]:
+        """The user names the current microbatch; returns what was there before, for ``end_microbatch``."""
+        outer = (self._microbatch, self._is_explicit)
         self._is_explicit = True
         self._set_microbatch(index)
+        return outer
+
+    def end_microbatch(self, outer: tuple[int, bool]) -> None:
+        """Leave a microbatch that the user named. An outer one comes back; else the loss may still follow this one."""
+        microbatch, is_explicit = outer
+        if is_explicit:
+            self._microbatch = microbatch
 
     def end_iteration(self, next_iteration: int) -> None:
         """Begin the next iteration."""

@@ -19,6 +19,7 @@ from flightrec.config.model import Config
 from flightrec.config.sizes import Share
 from flightrec.flush.flusher import Flusher
 from flightrec.flush.history import ScalarHistory, TickInfo, TickLog
+from flightrec.flush.outbox import Outbox
 from flightrec.flush.verdicts import VerdictQueue, VerdictView
 from flightrec.records import NO_MICROBATCH, Firing, Key, RecordLayout, Severity, Statistic
 from flightrec.ring.layout import QuantizedParts
@@ -44,6 +45,7 @@ class Engine:
         device: where the tensors live that are recorded.
         config: the recorder's.
         client: the running writer.
+        start_writer: starts another one, should it die.
         first_tick: the tick of the next iteration.
         on_failure: told once of each rule that raised and was disabled.
     """
@@ -53,6 +55,7 @@ class Engine:
         device: torch.device,
         config: Config,
         client: WriterClient,
+        start_writer: Callable[[], WriterClient],
         *,
         first_tick: int = 0,
         on_failure: Callable[[str, Exception], None] | None = None,
@@ -78,7 +81,7 @@ class Engine:
         self.history = ScalarHistory(config.history.iterations)
         self.flusher = Flusher(
             self.ring,
-            client,
+            Outbox(client, start_writer, self.ring),
             self.limits,
             after=config.incident.after,
             log=self._log,
@@ -145,9 +148,20 @@ class Engine:
         self.flusher.finish()
         return self.flusher.drain(timeout_s)
 
-    def close(self, timeout_s: float) -> bool:
-        """Write what is pending and stop the writer; waits for both. Returns whether all of it was written."""
+    def close(self, info: TickInfo | None, host_firings: Sequence[Firing], timeout_s: float) -> bool:
+        """Judge what the last, unfinished tick holds, write what is pending, stop the writer; waits for both.
+
+        Args:
+            info: of the current tick, None when recording had ended before.
+            host_firings: of host rules that no ``step`` took.
+            timeout_s: as in ``fault``.
+
+        Returns:
+            Whether all of it was written.
+        """
         try:
+            if info is not None and (host_firings or self.ring.index(info.tick).layout_ids):
+                self._close_tick(info, host_firings)
             for view in self._queue.poll(wait=True):
                 self._take(view)
         except Exception as error:  # a dead CUDA context

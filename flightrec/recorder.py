@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import os
-import traceback
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,12 +25,12 @@ from flightrec.config.model import Config
 from flightrec.engine import Engine
 from flightrec.errors import AttachError, RingMemoryError
 from flightrec.flush.history import TickInfo
-from flightrec.hosthooks import ExceptionHooks
+from flightrec.hosthooks import describe, listen, stack_of, stop_listening
 from flightrec.identity import environment, identify
 from flightrec.records import NO_MICROBATCH, TENSORS, Firing, Phase, Severity, Stage
-from flightrec.ring.memory import free_memory_bytes
 from flightrec.sources.choose import AnySource, choose_sources
 from flightrec.sources.sink import quiet
+from flightrec.startup import check_writable, default_staging_bytes, device_of
 from flightrec.writer.client import WriterClient
 
 logger = logging.getLogger("flightrec")
@@ -38,8 +38,7 @@ logger = logging.getLogger("flightrec")
 DRAIN_TIMEOUT_S = 120.0
 """How long the end of a run waits for evidence to reach the disk; the writer process goes on by itself after that."""
 
-MAX_STAGING_BYTES = 16 * 2**30
-MIN_STAGING_BYTES = 64 * 2**20
+MAX_THREAD_ERRORS = 16
 
 _STAGE_OF = {
     "gradient": Stage.BACKWARD,
@@ -76,7 +75,7 @@ class Recorder:
     ) -> None:
         self._config = load(packaged("default.yaml") if config is None else config)
         self._directory = Path(directory).absolute()
-        _check_writable(self._directory)
+        check_writable(self._directory)
         self._identity = identify(run_id)
         self._attempt = self._identity.attempt
         self._highest_iteration = iteration - 1
@@ -87,15 +86,9 @@ class Recorder:
         self._manual: list[str] = []
         self._loaded: Mapping[str, Any] | None = None
         self._closed = False
-        self._client = WriterClient.start(
-            self._directory,
-            self._identity.to_json(),
-            staging_bytes=self._config.incident.staging_memory or _default_staging_bytes(),
-            mode=self._config.incident.writer,
-            disk_quota_bytes=self._config.incident.disk_quota,
-        )
-        self._hooks = ExceptionHooks(self._on_exception)
-        self._hooks.install()
+        self._thread_errors: list[BaseException] = []
+        self._client = self._start_writer()
+        listen(self)
         _recorders.add(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
@@ -114,20 +107,26 @@ class Recorder:
         Args:
             model: any module; its qualified module names are the layers.
             optimizer: accepted for the sake of one call in all versions; recording does not need it.
-            scaler: likewise.
+            scaler: likewise, with a warning: the infinities of steps that it skips are not told from others yet.
             scheduler: likewise.
 
         Raises:
             AttachError: attached before or closed, no parameters on one real device, or nothing of it is selected.
         """
-        del optimizer, scaler, scheduler
+        del optimizer, scheduler
+        if scaler is not None:
+            logger.warning(
+                "flightrec: attach(scaler=) is not used by this version: gradients that overflow in a step that the "
+                "scaler skips will fire `nonfinite`. Give that rule the tensors to watch (activation, weight, output, "
+                "loss) to keep it quiet."
+            )
         if self._sources or self._closed:
             raise AttachError(
                 "attach: this Recorder is closed or watches a model already; expected one model. "
                 "Make one module that holds all models, or a Recorder for each."
             )
         sources = choose_sources(model, self._capture)
-        device = _device_of(model)
+        device = device_of(model)
         engine = self._capture.engine
         if engine is not None and engine.device != device:
             raise AttachError(f"attach: the model is on {device}, but tensors were recorded on {engine.device} before")
@@ -198,6 +197,7 @@ class Recorder:
         if not self._have_engine(high_precision, quantized, columnwise):
             return
         with capture.guard(f"record({layer!r}, {tensor!r})"), quiet():
+            layer, tensor = str(layer), str(tensor)
             if tensor not in TENSORS:
                 capture.blind(layer, tensor, f"expected one of {', '.join(TENSORS)} as the tensor's name")
             elif capture.selects(layer, tensor, Phase.TRAIN) is not None:
@@ -220,7 +220,8 @@ class Recorder:
             layer: qualified name.
             num_rows: a number, or a 0-dim integer tensor on the model's device (no synchronisation).
         """
-        self._capture.valid_rows[layer] = num_rows
+        with self._capture.guard(f"valid_rows({layer!r})"):
+            self._capture.valid_rows[layer] = num_rows
 
     def trigger(self, reason: str) -> None:
         """Write an incident for the current iteration, once ``step`` ends it."""
@@ -259,10 +260,12 @@ class Recorder:
 
     @iteration.setter
     def iteration(self, value: int) -> None:
-        if value <= self._highest_iteration:
-            self._attempt += 1
-            self._highest_iteration = value - 1
-        self._capture.iteration = value
+        with self._capture.guard("iteration"):
+            value = operator.index(value)
+            if value <= self._highest_iteration:
+                self._attempt += 1
+                self._highest_iteration = value - 1
+            self._capture.iteration = value
 
     @property
     def attempt(self) -> int:
@@ -300,16 +303,28 @@ class Recorder:
                 self._capture.engine.load_state_dict(self._loaded)
 
     def close(self) -> None:
-        """Write what is pending, stop the writer, remove every hook. Idempotent; waits for the writer."""
+        """Write what is pending, stop the writer, remove every hook. Idempotent; waits for the writer.
+
+        Records of an iteration that no ``step`` ended are judged too: a loop that stops at a NaN leaves its incident.
+        """
         if self._closed:
             return
         self._closed = True
-        self._switch_off("close() was called")
-        self._hooks.remove()
-        with self._capture.guard("close"):
-            closing = self._client if self._capture.engine is None else self._capture.engine
-            if not closing.close(DRAIN_TIMEOUT_S):
-                logger.error("flightrec: the writer did not finish in %.0f s; it goes on by itself", DRAIN_TIMEOUT_S)
+        stop_listening(self)
+        capture, engine = self._capture, self._capture.engine
+        with capture.guard("close"):
+            if engine is None:
+                self._client.close(DRAIN_TIMEOUT_S)
+                if self._manual:
+                    logger.warning("flightrec: nothing was recorded, so that trigger() wrote no incident")
+            else:
+                info = None if capture.off else self._info(partial=True)
+                capture.off = True
+                if not engine.close(info, self._host_firings() if info else (), DRAIN_TIMEOUT_S):
+                    logger.error("flightrec: not all evidence was written in %.0f s", DRAIN_TIMEOUT_S)
+        capture.off = True
+        self._detach_all("close() was called")
+        capture.engine = None  # the ring's memory is free, whoever still holds the recorder
 
     def __enter__(self) -> Recorder:
         return self
@@ -318,7 +333,7 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            self._on_exception(error)
+            self.on_uncaught(error)
         self.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -330,11 +345,12 @@ class Recorder:
                 source.after_step()
         if loss is not None and self._have_engine(loss):
             capture.keep_scalar("loss", "", loss, NO_MICROBATCH, Stage.LOSS)
-        for name, value in metrics.items():
-            if self._have_engine(value):
-                capture.keep_scalar("metric", str(name), value, NO_MICROBATCH, Stage.AFTER_STEP)
+        with capture.guard("step(metrics=)"):
+            for name, value in metrics.items():
+                if self._have_engine(value):
+                    capture.keep_scalar("metric", str(name), value, NO_MICROBATCH, Stage.AFTER_STEP)
         if capture.engine is not None:
-            capture.engine.step(self._info(), self._manual_firings())
+            capture.engine.step(self._info(), self._host_firings())
         self._tick += 1
         self._highest_iteration = max(self._highest_iteration, capture.iteration)
         capture.end_iteration(capture.iteration + 1)
@@ -342,12 +358,18 @@ class Recorder:
     def _info(self, *, partial: bool = False) -> TickInfo:
         return TickInfo(self._tick, self._attempt, self.iteration, max(self._capture.num_microbatches, 1), partial)
 
-    def _manual_firings(self) -> list[Firing]:
+    def _host_firings(self) -> list[Firing]:
+        """Firings of host rules since the last ``step``: triggers by hand, exceptions that ended another thread."""
         reasons, self._manual = self._manual, []
-        return [self._host_firing("manual", f"triggered by hand: {reason}") for reason in reasons]
+        errors, self._thread_errors = self._thread_errors, []
+        told = [("manual", f"triggered by hand: {reason}") for reason in reasons]
+        told += [("exception", f"a thread ended with {describe(error)}") for error in errors]
+        return [firing for kind, text in told if (firing := self._host_firing(kind, text))]
 
-    def _host_firing(self, kind: str, message: str) -> Firing:
-        rule = next(rule for rule in self._config.triggers if rule.kind == kind)
+    def _host_firing(self, kind: str, message: str) -> Firing | None:
+        rule = next((rule for rule in self._config.triggers if rule.kind == kind), None)
+        if rule is None:
+            return None
         return Firing(
             rule=rule.name,
             kind=kind,
@@ -361,24 +383,26 @@ class Recorder:
             message=f"{message}, iteration {self.iteration}",
         )
 
-    def _on_exception(self, error: BaseException) -> None:
-        """Flush what the ring holds for an exception that leaves the loop; once."""
+    def on_uncaught(self, error: BaseException) -> None:
+        """Flush what the ring holds for an exception that ends the training loop; once. Waits, never raises."""
         engine = self._capture.engine
         if self._capture.off or engine is None or not isinstance(error, Exception):
             return  # KeyboardInterrupt, SystemExit: a normal end
-        if all(rule.kind != "exception" for rule in self._config.triggers):
-            return
         with self._capture.guard("the flush after an exception"):
-            stack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            facts = {**environment(engine.device), "exception": type(error).__qualname__, "stack": stack}
+            firing = self._host_firing("exception", f"training raised {describe(error)}")
+            if firing is None:
+                return
+            facts = {**environment(engine.device), "exception": type(error).__qualname__, "stack": stack_of(error)}
             engine.flusher.send_config(self._config.text, facts)
-            lines = str(error).strip().splitlines()
-            told = f"training raised {type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
-            firings = [*self._manual_firings(), self._host_firing("exception", told)]
-            if not engine.fault(self._info(partial=True), firings, DRAIN_TIMEOUT_S):
+            if not engine.fault(self._info(partial=True), [*self._host_firings(), firing], DRAIN_TIMEOUT_S):
                 logger.error("flightrec: not all evidence could be written for %s", type(error).__name__)
             self._tick += 1
         self._switch_off("training raised")
+
+    def on_thread_uncaught(self, error: BaseException) -> None:
+        """Note that another thread ended with an exception: the next ``step`` writes an incident. Any thread."""
+        if not self._capture.off and isinstance(error, Exception) and len(self._thread_errors) < MAX_THREAD_ERRORS:
+            self._thread_errors.append(error)
 
     def _have_engine(self, *values: object) -> bool:
         """Whether tensors can be taken; in a run without ``attach`` the first one tells the device."""
@@ -397,7 +421,14 @@ class Recorder:
     def _make_engine(self, device: torch.device) -> None:
         if self._capture.engine is not None:
             return
-        engine = Engine(device, self._config, self._client, first_tick=self._tick, on_failure=self._rule_failed)
+        engine = Engine(
+            device,
+            self._config,
+            self._client,
+            self._start_writer,
+            first_tick=self._tick,
+            on_failure=self._rule_failed,
+        )
         engine.flusher.send_config(self._config.text, environment(device))
         if self._loaded is not None:
             engine.load_state_dict(self._loaded)
@@ -406,14 +437,28 @@ class Recorder:
     def _rule_failed(self, name: str, error: Exception) -> None:
         self._capture.disarm(f"rule {name}", error)
 
+    def _start_writer(self) -> WriterClient:
+        incident = self._config.incident
+        return WriterClient.start(
+            self._directory,
+            self._identity.to_json(),
+            staging_bytes=incident.staging_memory or default_staging_bytes(),
+            mode=incident.writer,
+            disk_quota_bytes=incident.disk_quota,
+        )
+
     def _switch_off(self, why: str) -> None:
-        if self._capture.off:
-            return
-        self._capture.off = True
+        if not self._capture.off:
+            self._capture.off = True
+            self._detach_all(why)
+
+    def _detach_all(self, why: str) -> None:
         for source in self._sources:
             with self._capture.guard("detach"):
                 source.detach()
-        logger.info("flightrec: recording has ended: %s", why)
+        if self._sources:
+            logger.info("flightrec: recording has ended: %s", why)
+        self._sources = []
 
     def _forget_in_child(self) -> None:
         """After ``os.fork``: the child (a data loader's worker) records nothing and closes nothing."""
@@ -428,16 +473,18 @@ class _Microbatch:
         self._capture = capture
         self._index = index
         self._data = data
+        self._outer: tuple[int, bool] | None = None
 
     def __enter__(self) -> None:
-        self._capture.begin_microbatch(self._index)
-        for name, value in (self._data or {}).items():
-            with self._capture.guard(f"microbatch data {name!r}"):
+        with self._capture.guard(f"microbatch({self._index!r})"):
+            self._outer = self._capture.begin_microbatch(operator.index(self._index))
+            for name, value in (self._data or {}).items():
                 tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
                 self._capture.keep_scalar("metric", f"data.{name}", tensor, self._index, Stage.START)
 
     def __exit__(self, *_: object) -> None:
-        return None
+        if self._outer is not None:
+            self._capture.end_microbatch(self._outer)
 
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
@@ -455,32 +502,3 @@ def _close_at_exit(reference: weakref.ref[Recorder]) -> None:
     recorder = reference()
     if recorder is not None:
         recorder.close()
-
-
-def _device_of(model: torch.nn.Module) -> torch.device:
-    devices = {parameter.device for parameter in model.parameters()} | {buffer.device for buffer in model.buffers()}
-    devices.discard(torch.device("meta"))
-    if not devices:
-        raise AttachError(
-            f"attach: {type(model).__name__} has no parameters on a real device; attach after it was made there"
-        )
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise AttachError(f"attach: {type(model).__name__} lies on {names}; one Recorder serves one device")
-    return devices.pop()
-
-
-def _check_writable(directory: Path) -> None:
-    place = directory
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        raise AttachError(f"directory={str(directory)!r}: {place} is not a directory")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise AttachError(f"directory={str(directory)!r}: {place} is not writable for this user")
-
-
-def _default_staging_bytes() -> int:
-    """An eighth of the host's free memory; pages that no incident touches take none."""
-    free = free_memory_bytes(torch.device("cpu")) // 8
-    return max(MIN_STAGING_BYTES, min(MAX_STAGING_BYTES, free)) // 4096 * 4096

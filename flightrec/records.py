@@ -126,9 +126,11 @@ class Key:
         return (self.microbatch_position(num_microbatches), self.stage.order, sequence)
 
     def microbatch_position(self, num_microbatches: int) -> int:
-        """The microbatch; without one, ``start`` counts as -1 and later stages as ``num_microbatches``."""
+        """The microbatch. Without one, ``start`` counts as -1, a loss as the last, later stages as their number."""
         if self.microbatch != NO_MICROBATCH:
             return self.microbatch
+        if self.stage is Stage.LOSS:  # of the whole iteration: there before the last microbatch's backward
+            return num_microbatches - 1
         return -1 if self.stage is Stage.START else num_microbatches
 
 

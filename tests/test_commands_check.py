@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_cli import flightrec
+from cli_support import flightrec, flightrec_process
 
 from flightrec.commands import check
 from flightrec.config.load import load
@@ -36,21 +37,24 @@ def number():
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "models.py").write_text(MODELS)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "made_models.py").write_text(MODELS)
     (tmp_path / "c.yaml").write_text("select: [{layers: '*', tensors: [activation, gradient]}]\n")
-    return tmp_path
+    yield tmp_path
+    sys.modules.pop("made_models", None)
 
 
 def test_with_step_tells_the_ring(folder: Path) -> None:
-    done = flightrec("check", "c.yaml", "--model", "models:with_step", cwd=folder)
+    done = flightrec_process("check", "c.yaml", "--model", "made_models:with_step", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "activation" in done.stdout.split("Sequential")[1]
     assert not (folder / "incidents").exists()
 
 
 def test_without_step_tells_the_layers(folder: Path) -> None:
-    done = flightrec("check", "c.yaml", "--model", "models:alone", cwd=folder)
+    done = flightrec("check", "c.yaml", "--model", "made_models:alone")
     assert done.returncode == 0, done.stderr
     assert "(model, step)" in done.stdout
 
@@ -58,25 +62,21 @@ def test_without_step_tells_the_layers(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "word"),
     [
-        ("models:broken", "no such checkpoint"),
-        ("models:number", "int"),
-        ("models:absent", "absent"),
+        ("made_models:broken", "no such checkpoint"),
+        ("made_models:number", "int"),
+        ("made_models:absent", "absent"),
         ("nowhere:alone", "nowhere"),
-        ("models", "package.module:factory"),
+        ("made_models", "package.module:factory"),
     ],
 )
-def test_factory_that_cannot_be_used(folder: Path, target: str, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "models", raising=False)
+def test_factory_that_cannot_be_used(folder: Path, target: str, word: str) -> None:
     with pytest.raises(AttachError, match=word) as caught:
         check.check_model(load(folder / "c.yaml"), target)
     assert target in str(caught.value)
-    sys.modules.pop("models", None)
 
 
 def test_step_that_fails(folder: Path) -> None:
-    done = flightrec("check", "c.yaml", "--model", "models:bad_step", cwd=folder)
+    done = flightrec("check", "c.yaml", "--model", "made_models:bad_step")
     assert done.returncode == 2
     assert "ZeroDivisionError" in done.stderr
     assert "Traceback" not in done.stderr
@@ -84,7 +84,7 @@ def test_step_that_fails(folder: Path) -> None:
 
 def test_nothing_selected(folder: Path) -> None:
     (folder / "c.yaml").write_text("select: [{layers: 'decoder.*', tensors: [activation]}]\n")
-    done = flightrec("check", "c.yaml", "--model", "models:alone", cwd=folder)
+    done = flightrec("check", "c.yaml", "--model", "made_models:alone")
     assert done.returncode == 2
     assert "select" in done.stderr
     assert "Sequential" in done.stderr

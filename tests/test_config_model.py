@@ -43,7 +43,7 @@ def test_the_defaults():
 
 def test_rules_without_a_cooldown_take_the_incidents():
     config = Config(incident={"cooldown": 7}, triggers=[{"kind": "nonfinite"}, AmaxSpikeRule(cooldown=0)])
-    assert [rule.cooldown_iterations for rule in config.triggers] == [7, 0, 7]
+    assert [rule.cooldown_iterations for rule in config.triggers] == [7, 0, 0]
     assert NonfiniteRule().cooldown_iterations is None
 
 

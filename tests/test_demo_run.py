@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("torchao")
 
-from test_cli import flightrec  # noqa: E402
+from cli_support import flightrec  # noqa: E402
 
 from flightrec.commands.demo import show  # noqa: E402
 from flightrec.demo import run, story  # noqa: E402

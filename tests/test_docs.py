@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from cli_support import flightrec
 from incident_support import write_incident
-from test_cli import flightrec
 from test_reports_summary import FIELDS
 
 torch = pytest.importorskip("torch")
@@ -81,7 +81,9 @@ def test_readme_commands_are_what_tox_and_ci_run() -> None:
     assert "tox run -e demo" in README
     for name in ("demo", "tests"):
         assert f"[testenv:{name}]" in tox
-        assert not ci or f"tox run -e {name}" in ci
+    if ci:
+        assert "python -m pip install tox && tox run -e tests" in ci
+        assert "demo" in re.findall(r"environments=\((.*)\)", ci)[0].split()
 
 
 def test_inspect_page_lists_every_field(tmp_path: Path) -> None:

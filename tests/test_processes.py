@@ -60,7 +60,7 @@ def test_a_trainer_killed_after_a_verdict_leaves_a_whole_incident(steps_after, t
     process.communicate(timeout=120)
     assert process.returncode == -signal.SIGKILL
     incident = wait_for_incident(tmp_path / "out")
-    assert incident.ended == ("trainer died" if steps_after == 0 else "")
+    assert incident.ended in ("trainer died", "") if steps_after else incident.ended == "trainer died"
     assert (incident.trigger.kind, incident.trigger.iteration) == ("nonfinite", 5)
     first = incident.blame()[0]
     assert (first.key.layer, first.key.tensor) == ("blocks.1.fc2", "weight")

@@ -30,7 +30,7 @@ def section(report: str, title: str) -> list[str]:
 def test_sections_tell_the_story(incident_folder: Path) -> None:
     report = rendered(summarize_path(incident_folder))
     assert "iterations 210 to 212, 21 records" in report
-    assert section(report, "What fired")[0].startswith("  fault   nan in iteration 212 on blocks.0.fc2 activation")
+    assert section(report, "What fired")[0].startswith("  fault   nan in iteration 212: blocks.0.fc2 activation")
     assert section(report, "Where it began")[0] == "  1. blocks.0.fc2 activation"
     way = section(report, "Its way")
     assert [line.split()[:2] for line in way[2:]] == [
@@ -63,7 +63,7 @@ def test_same_rule_in_the_same_iteration_is_told_once(incident_folder: Path) -> 
     document = summarize_path(incident_folder)
     document["firings"] += [{**document["trigger"], "message": f"tensor {number}"} for number in range(40)]
     fired = section(rendered(document), "What fired")
-    assert "and on 40 more" in fired[0] + fired[1]
+    assert "and 40 more" in fired[0] + fired[1]
     assert len(fired) <= 4
 
 

@@ -110,9 +110,28 @@ def _order(rank: Rank, finding: Finding) -> tuple[int, ...]:
     severity = -finding.severity.order if finding.severity else 0
     if finding.key is None:
         return (*time, _LAST, _LAST, _LAST, rank.rank, severity)
-    sequence = finding.sequence if finding.sequence >= 0 else _LAST
+    sequence = 2 * finding.sequence if finding.sequence >= 0 else _LAST
+    if finding.key.tensor == "wgrad":  # right behind the gradient that it was made from
+        sequence = max(sequence, 2 * _read_by_wgrad(rank, finding) + 1)
     num_microbatches = rank.num_microbatches.get(time, _LAST)
     return (*time, *finding.key.blame_order(sequence, num_microbatches), rank.rank, severity)
+
+
+def _read_by_wgrad(rank: Rank, finding: Finding) -> int:
+    """Sequence of the gradient that a ``wgrad`` was made from, -1 if it is not recorded.
+
+    A bias's gradient is accumulated before a product's backward tells what it read, though it comes from the same.
+    """
+    key, table = finding.key, rank.records
+    assert key is not None
+    if finding.record < 0:
+        return -1
+    same = np.ones(len(table), bool)
+    for column in ("attempt", "iteration", "layer", "microbatch"):
+        same &= table[column] == table[column][finding.record]
+    rows = np.flatnonzero(same)
+    read = [row for row, other in zip(rows, rank.keys(rows), strict=True) if other.tensor == "gradient"]
+    return int(table["sequence"][read].max(initial=-1))
 
 
 def _nonfinite(rank: Rank, allowed: Callable[[Key], set[str]]) -> list[Finding]:

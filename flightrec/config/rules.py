@@ -138,9 +138,12 @@ class ExceptionRule(_HostRule):
 
 
 class ManualRule(_HostRule):
-    """``recorder.trigger("why")`` was called. Always there, listed or not."""
+    """``recorder.trigger("why")`` was called. Always there, listed or not; who asks gets an incident: no cooldown."""
 
     kind: Literal["manual"] = kind_field("manual", "Fires when `recorder.trigger(...)` is called.")
+    cooldown_iterations: StrictInt | None = Field(
+        default=0, ge=0, alias="cooldown", description="Iterations after an incident in which triggers write no other."
+    )
     name: str = name_field("manual")
     severity: Severity = severity_field(Severity.FAULT)
 

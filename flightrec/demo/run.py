@@ -29,7 +29,7 @@ ITERATIONS_AFTER = 3
 CONFIG: Mapping[str, Any] = {
     "ring": {"iterations": 3, "memory": "1 GiB"},
     "select": [
-        {"layers": "blocks.*.mlp.fc*", "tensors": ["activation", "weight", "gradient"]},
+        {"layers": "blocks.*.mlp.fc2", "tensors": ["activation", "weight", "gradient"]},
         {
             "layers": "*",
             "tensors": ["activation", "weight", "gradient", "output"],
@@ -45,7 +45,7 @@ CONFIG: Mapping[str, Any] = {
     ],
     "incident": {"after": 1, "cooldown": 50},
 }
-"""What the demo records: whole tensors around the products of each feed-forward part, statistics of all the rest."""
+"""What the demo records: whole tensors around the last product of each block, statistics of all the rest."""
 
 
 @dataclass(frozen=True)

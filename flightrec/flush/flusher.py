@@ -19,20 +19,22 @@ import torch
 from numpy.typing import NDArray
 
 from flightrec.flush.history import ScalarHistory, TickInfo, TickLog
+from flightrec.flush.outbox import Outbox
 from flightrec.flush.staging import Segment, SlotCopy, pin, staging_tensor, unpin
 from flightrec.flush.verdicts import VerdictView
 from flightrec.records import NUM_STATISTICS, Firing, RecordLayout, Severity
 from flightrec.ring.ring import Ring
 from flightrec.rules.limits import Limits
 from flightrec.writer import messages
-from flightrec.writer.client import WriterClient
 
 logger = logging.getLogger("flightrec")
 
-LAYOUTS_PER_MESSAGE = 2000
 RECORDS_PER_MESSAGE = 20_000
 MAX_EXTENSIONS = 2
-"""How often a graver firing may lengthen an open incident by ``after`` iterations."""
+"""How often a graver firing may lengthen an open incident, so that it has its own iterations beyond."""
+
+CPU_BYTES_PER_STEP = 256 << 20
+"""On the CPU a copy takes the training thread's time; further slots wait for the next step beyond this."""
 
 MAX_PRECURSORS = 200
 """Latest firings that wrote no incident (``watch``, or beyond a limit); the next incident tells them."""
@@ -48,6 +50,7 @@ class _Incident:
     """Ticks told to the writer, in order."""
     to_stage: list[int] = field(default_factory=list)
     """Ticks whose slots are held and not yet copied, most suspect first."""
+    firings: list[Firing] = field(default_factory=list)
     facts_ended: bool = False
     extensions: int = 0
     blind: list[messages.Blind] = field(default_factory=list)
@@ -58,7 +61,7 @@ class Flusher:
 
     Args:
         ring: whose slots are read.
-        client: the writer.
+        outbox: the way to the writer.
         limits: how many incidents each rule may write.
         after: iterations to record beyond the fault.
         log: which iteration each tick was.
@@ -69,7 +72,7 @@ class Flusher:
     def __init__(
         self,
         ring: Ring,
-        client: WriterClient,
+        outbox: Outbox,
         limits: Limits,
         *,
         after: int,
@@ -78,7 +81,7 @@ class Flusher:
         view_of: Callable[[int], VerdictView | None],
     ) -> None:
         self._ring = ring
-        self._client = client
+        self._outbox = outbox
         self._limits = limits
         self._after = after
         self._view_of = view_of
@@ -87,18 +90,16 @@ class Flusher:
         self._history = history
         self._incidents: list[_Incident] = []
         self._next_number = 0
-        self._outgoing: deque[messages.Outgoing] = deque()
-        self._num_layouts_sent = 0
-        self._num_quantizers_sent = 0
         self._slot_of: dict[int, int] = {}
         self._held: set[int] = set()
         self._precursors: deque[Firing] = deque(maxlen=MAX_PRECURSORS)
         self._copy: tuple[_Incident, int, SlotCopy] | None = None
         self._stream = torch.cuda.Stream(ring.device) if ring.device.type == "cuda" else None
-        self._staging = staging_tensor(client)
+        self._staging = staging_tensor(outbox.client)
+        self._held_bytes = 0
         self._pinned = False
         self._notes: dict[tuple[str, str], str] = {}
-        self._dead = False
+        self._num_bytes_copied = 0
         self.done: list[dict[str, Any]] = []
         """Headers of the writer's ``incident_done`` messages, the latest 100."""
 
@@ -110,6 +111,7 @@ class Flusher:
 
     def prepare(self, held_bytes: int) -> None:
         """Pin staging memory for ``held_bytes``, once, when the size of the ring is known. Waits on CUDA."""
+        self._held_bytes = held_bytes
         if self._stream is None or self._pinned:
             return
         num_bytes = pin(self._staging, held_bytes)
@@ -119,7 +121,11 @@ class Flusher:
 
     def send_config(self, text: str, environment: Mapping[str, Any]) -> None:
         """Tell the writer what every incident carries."""
-        self._post(messages.config(text, environment))
+        self._outbox.post_config(text, environment)
+
+    def post_tables(self) -> None:
+        """Tell the writer layouts and quantizers that are new."""
+        self._outbox.post_tables()
 
     def on_verdict(self, view: VerdictView, firings: Sequence[Firing]) -> None:
         """Take one tick's verdict.
@@ -145,12 +151,20 @@ class Flusher:
     def pump(self) -> bool:
         """Move what can be moved without waiting; returns whether anything did."""
         moved = self._receive()
-        moved |= self._advance_copy()
+        if self._outbox.replace_dead_writer():
+            self._tell_anew()
+        elif self._outbox.dead:
+            self._incidents.clear()
+        self._num_bytes_copied = 0
+        while self._advance_copy():
+            moved = True
+            if self._copy is not None or self._num_bytes_copied > CPU_BYTES_PER_STEP:
+                break
         for incident in [i for i in self._incidents if i.facts_ended and not i.to_stage and not self._copying(i)]:
             self._post(messages.end(incident.number, incident.blind))
             self._incidents.remove(incident)
             moved = True
-        return self._send_posted() or moved
+        return self._outbox.send_waiting() or moved
 
     def take_releases(self) -> list[tuple[int, int]]:
         """(slot, tick) pairs that are held on the device and that no incident needs any more."""
@@ -173,28 +187,24 @@ class Flusher:
     def drain(self, timeout_s: float) -> bool:
         """Pump until everything was handed to the writer or ``timeout_s`` passed; waits. For the end of a run."""
         deadline = time.monotonic() + timeout_s
-        while (self._incidents or self._outgoing) and time.monotonic() < deadline and self._client.alive:
+        while self.busy and not self._outbox.dead and time.monotonic() < deadline:
             if not self.pump():
                 time.sleep(0.002)
-        return not self._incidents and not self._outgoing
+        return not self.busy
 
     def close(self, timeout_s: float) -> bool:
         """Hand over what is pending, stop the writer, unpin. Returns whether all of it was written."""
         drained = self.drain(timeout_s)
-        if self._copy is not None:
-            self._copy[2].abandon()
-            self._copy = None
-        finished = self._client.close(timeout_s)
-        self._receive(closed=True)
-        if self._pinned:
-            unpin(self._staging)
-            self._pinned = False
-        return drained and finished
+        self._abandon_copy()
+        finished = self._outbox.client.close(timeout_s)
+        self._receive()
+        self._unpin()
+        return drained and finished and not self._outbox.dead
 
     @property
     def busy(self) -> bool:
         """Whether an incident is open or a message waits."""
-        return bool(self._incidents or self._outgoing)
+        return bool(self._incidents) or not self._outbox.empty
 
     # -- opening and joining -----------------------------------------------------------------------------------------
 
@@ -220,14 +230,19 @@ class Flusher:
     def _join(self, incident: _Incident, info: TickInfo, firings: list[Firing]) -> None:
         worst = firings[0]
         if worst.severity.order > incident.primary.severity.order and incident.extensions < MAX_EXTENSIONS:
+            # Equal ones do not lengthen it: a NaN spoils everything in the iterations after it.
             incident.primary = worst
             incident.end_tick = max(incident.end_tick, info.tick + self._after)
             incident.extensions += 1
             self._count(worst, info.tick)
             logger.error("flightrec: %s", worst.message)
+        incident.firings += firings
         self._post(messages.firing(incident.number, firings))
 
     def _open(self, info: TickInfo, primary: Firing, firings: list[Firing]) -> None:
+        if self._outbox.dead:
+            logger.error("flightrec: %s - no incident: the writer died", primary.message)
+            return
         self._count(primary, info.tick)
         incident = _Incident(self._next_number, primary, info.tick, info.tick + self._after)
         self._next_number += 1
@@ -237,6 +252,7 @@ class Flusher:
         self.post_tables()
         firings = [*self._precursors, *firings]
         self._precursors.clear()
+        incident.firings = firings
         self._post(messages.open_incident(incident.number, primary, firings, history=self._history.columns()))
         num_complete = self._ring.iterations - (0 if info.partial else 1)  # before the iteration of the firing
         for tick in range(info.tick - num_complete, info.tick + 1):
@@ -264,27 +280,23 @@ class Flusher:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def _post(self, message: messages.Outgoing) -> None:
-        self._outgoing.append(message)
-        self._send_posted()
+        self._outbox.post(message)
 
-    def _send_posted(self) -> bool:
-        moved = False
-        while self._outgoing and self._client.send(*self._outgoing[0]):
-            self._outgoing.popleft()
-            moved = True
-        return moved
-
-    def post_tables(self) -> None:
-        """Tell the writer layouts and quantizers that are new: in the first iterations, hardly ever later."""
-        quantizers = self._ring.quantizers
-        if len(quantizers) > self._num_quantizers_sent:
-            self._post(messages.quantizers(self._num_quantizers_sent, quantizers[self._num_quantizers_sent :]))
-            self._num_quantizers_sent = len(quantizers)
-        layouts = self._ring.layouts
-        while self._num_layouts_sent < len(layouts):
-            some = layouts[self._num_layouts_sent : self._num_layouts_sent + LAYOUTS_PER_MESSAGE]
-            self._post(messages.layouts(some))
-            self._num_layouts_sent += len(some)
+    def _tell_anew(self) -> None:
+        """A new writer knows nothing: tell it the open incidents, and copy what the ring still holds of them."""
+        self._abandon_copy()
+        self._unpin()
+        self._staging = staging_tensor(self._outbox.client)
+        self.prepare(self._held_bytes)
+        for incident in self._incidents:
+            ticks, incident.ticks, incident.to_stage, incident.blind = incident.ticks, [], [], []
+            history = self._history.columns()
+            self._post(messages.open_incident(incident.number, incident.primary, incident.firings, history=history))
+            for tick in ticks:
+                self._add_tick(incident, tick)
+            incident.to_stage.sort(key=lambda tick: (tick > incident.trigger_tick, -tick))
+            if incident.facts_ended:
+                self._end_facts(incident)
 
     def _send_iteration(self, incident: _Incident, info: TickInfo, view: VerdictView | None) -> None:
         self.post_tables()
@@ -313,8 +325,8 @@ class Flusher:
         blind = [(-1, -1, layer, tensor, reason) for (layer, tensor), reason in self._notes.items()]
         self._post(messages.facts_end(incident.number, blind=[*incident.blind, *blind], trigger=incident.primary))
 
-    def _receive(self, *, closed: bool = False) -> bool:
-        received = self._client.poll()
+    def _receive(self) -> bool:
+        received = self._outbox.poll()
         for message in received:
             if message.kind == "incident_done":
                 self.done = [*self.done[-99:], dict(message.header)]
@@ -322,11 +334,6 @@ class Flusher:
             elif message.kind == "error":
                 logger.error("flightrec: an incident could not be written: %s", message.header.get("message"))
                 self._forget(message.header.get("incident"))
-        if not self._dead and not closed and not self._client.alive:
-            self._dead = True
-            logger.error("flightrec: the writer died, no further incident can be written: %s", self._client.log_tail())
-            self._incidents.clear()
-            self._outgoing.clear()
         return bool(received)
 
     def _forget(self, number: object) -> None:
@@ -342,21 +349,13 @@ class Flusher:
         return self._copy is not None and self._copy[0] is incident
 
     def _advance_copy(self) -> bool:
-        if self._copy is None:
-            waiting = [incident for incident in self._incidents if incident.to_stage]
-            if not waiting:
-                return False
-            # A later fault goes before a warning that is still being staged.
-            incident = max(waiting, key=lambda i: (i.primary.severity.order, -i.number))
-            tick = incident.to_stage.pop(0)
-            pieces = self._ring.read_slot(self._slot_of[tick]) if tick in self._slot_of else iter(())
-            copy = SlotCopy(self._client, self._staging, pieces, self._stream)
-            for segment in copy.dropped:
-                logger.error("flightrec: segment %d is larger than incident.staging_memory: not written", segment)
-            self._copy = (incident, tick, copy)
+        if self._copy is None and not self._begin_copy():
+            return False
+        assert self._copy is not None
         incident, tick, copy = self._copy
 
         def send(segments: list[Segment], last: bool) -> None:
+            self._num_bytes_copied += sum(num_bytes for _, _, num_bytes in segments)
             self._post(messages.payload(incident.number, tick, segments, last=last))
 
         moved = copy.advance(send)
@@ -364,6 +363,33 @@ class Flusher:
             self._copy = None
             moved = True
         return moved
+
+    def _begin_copy(self) -> bool:
+        waiting = [incident for incident in self._incidents if incident.to_stage]
+        if not waiting:
+            return False
+        # A later fault goes before a warning that is still being staged.
+        incident = max(waiting, key=lambda i: (i.primary.severity.order, -i.number))
+        tick = incident.to_stage.pop(0)
+        pieces = self._ring.read_slot(self._slot_of[tick]) if tick in self._slot_of else iter(())
+        copy = SlotCopy(self._outbox.client, self._staging, pieces, self._stream)
+        self._copy = (incident, tick, copy)
+        info = self._log.get(tick)
+        if copy.dropped and info is not None:
+            reason = f"{len(copy.dropped)} segments of the ring are larger than incident.staging_memory"
+            incident.blind.append((info.attempt, info.iteration, "", "", reason))
+            logger.error("flightrec: iteration %d is not written whole: %s", info.iteration, reason)
+        return True
+
+    def _abandon_copy(self) -> None:
+        if self._copy is not None:
+            self._copy[2].abandon()
+            self._copy = None
+
+    def _unpin(self) -> None:
+        if self._pinned:
+            unpin(self._staging)
+            self._pinned = False
 
 
 def rows_of(view: VerdictView | None, layouts: Sequence[RecordLayout], ids: NDArray[np.int32]) -> NDArray[np.float64]:

@@ -55,6 +55,13 @@ class TickLog:
         return self._infos.get(tick)
 
 
+MAX_SERIES = 4096
+"""Names that are remembered; later ones are not."""
+
+MAX_SAMPLES = 500_000
+"""Samples that one incident carries (8 MB), so that they fit into a message."""
+
+
 class ScalarHistory:
     """Loss and metrics of the last iterations, by name.
 
@@ -70,18 +77,20 @@ class ScalarHistory:
         """Append one sample."""
         series = self._series.get(name)
         if series is None:
+            if len(self._series) >= MAX_SERIES:
+                return
             series = self._series[name] = deque(maxlen=self._iterations)
         series.append((iteration, value))
 
     def columns(self) -> dict[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """Name to (iterations int64 [n], values float64 [n])."""
-        return {
-            name: (
-                np.fromiter((iteration for iteration, _ in series), np.int64, len(series)),
-                np.fromiter((value for _, value in series), np.float64, len(series)),
-            )
-            for name, series in self._series.items()
-        }
+        """Name to (iterations int64 [n], values float64 [n]), together at most ``MAX_SAMPLES``, the latest ones."""
+        most = max(1, MAX_SAMPLES // max(1, len(self._series)))
+        columns = {}
+        for name, series in self._series.items():
+            latest = list(series)[-most:]
+            iterations = np.fromiter((iteration for iteration, _ in latest), np.int64, len(latest))
+            columns[name] = (iterations, np.fromiter((value for _, value in latest), np.float64, len(latest)))
+        return columns
 
     def state_dict(self) -> dict[str, list[tuple[int, float]]]:
         """Plain data for a checkpoint."""
@@ -91,5 +100,5 @@ class ScalarHistory:
         """Replace the content by what ``state_dict`` gave."""
         self._series = {
             name: deque(((int(i), float(v)) for i, v in samples), maxlen=self._iterations)
-            for name, samples in state.items()
+            for name, samples in list(state.items())[:MAX_SERIES]
         }

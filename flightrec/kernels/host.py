@@ -27,7 +27,7 @@ _Array = np.ndarray[Any, Any]
 BLOCK = 65536
 """Elements a block: 256 KiB of float32, so that a block and its scratch stay in the second-level cache."""
 
-_WIDTH = 8192  # elements a dot product: short enough for float32 sums and below BLAS's threading threshold
+_WIDTH = 512  # elements a dot product: few enough for float32 sums to err by less than 1e-6
 _SMALL = 1024  # up to here sums in float64 cost nothing
 _TINY, _HUGE = 1e-12, 1e16  # outside, squares in float32 could under- or overflow: float64 then
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -288,11 +288,15 @@ def _squares(block: _Array, peak: float) -> float:
     """Sum of squares of a float32 block whose magnitudes are about ``peak``."""
     count = len(block)
     if count <= _SMALL or not _TINY < peak < _HUGE:
-        wide = block.astype(np.float64)
-        return float(np.add.reduce(wide * wide))
+        return _wide_squares(block)
     whole, rest = count - count % _WIDTH, block[count - count % _WIDTH :]
     rows = np.matmul(block[:whole].reshape(-1, 1, _WIDTH), block[:whole].reshape(-1, _WIDTH, 1))
-    return float(np.add.reduce(rows.ravel(), dtype=np.float64)) + float(np.dot(rest, rest))
+    return float(np.add.reduce(rows.ravel(), dtype=np.float64)) + _wide_squares(rest)
+
+
+def _wide_squares(block: _Array) -> float:
+    wide = block.astype(np.float64)
+    return float(np.add.reduce(wide * wide))
 
 
 def _pair_block(codes: _Codes, block: _Array, zeros: _Array, peak: float, start: int, stop: int) -> bool:

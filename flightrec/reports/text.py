@@ -156,8 +156,8 @@ def _fired(document: Mapping[str, Any], console: Console) -> None:
         groups.setdefault((firing["severity"], firing["rule"], firing["iteration"]), []).append(firing)
     for (severity, rule, iteration), group in list(groups.items())[:NUM_FIRINGS]:
         style = _SEVERITY_STYLE.get(severity, "")
-        others = f" and on {len(group) - 1} more" if len(group) > 1 else ""
-        where = f" in iteration {iteration} on {key_name(group[0]['key'])}{others}"
+        others = f" and {len(group) - 1} more" if len(group) > 1 else ""
+        where = f" in iteration {iteration}: {key_name(group[0]['key'])}{others}"
         _line(console, Text.assemble((f"{severity:<8}", style), (clean(rule), "bold"), where), hanging=8)
         _line(console, clean(group[0]["message"]), indent=10)
     _more(console, len(groups) - NUM_FIRINGS, "rule and iteration", "rules and iterations")

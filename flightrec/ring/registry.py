@@ -28,10 +28,18 @@ Group = tuple[str, str, str]
 MAX_CALLS = 1024
 """Records of one key (layer, tensor, part, stage) in a microbatch; further ones are dropped."""
 
+MAX_KEYS = 200_000
+"""Keys that are recorded; a key is never forgotten, so that microbatches counted on for ever must have an end."""
+
 MAX_LAYOUTS = 512
 """Shapes of one key that are remembered."""
 
-TOO_MANY_LAYOUTS = f"this tensor had {MAX_LAYOUTS} other shapes before; of further ones only statistics are kept"
+MAX_LAYOUTS_IN_ALL = 50_000
+"""Layouts of all keys (some 6 KB each), beyond which a key is granted ``FEW_LAYOUTS`` only."""
+
+FEW_LAYOUTS = 4
+
+TOO_MANY_LAYOUTS = "this tensor had many other shapes before; of further shapes only statistics are kept"
 
 
 @dataclass(slots=True)
@@ -93,12 +101,14 @@ class Registry:
     def claim(self, key: Key, tick: int) -> Entry | None:
         """The entry of ``key`` for one record in ``tick``; a key that was seen in it gets the first free ``call``.
 
-        None beyond ``MAX_CALLS``: rows are never given back, so that their number must have an end.
+        None beyond ``MAX_CALLS`` and ``MAX_KEYS``: rows are never given back, so that their number must have an end.
         """
         if key.call >= MAX_CALLS:
             return None
         entry = self.entries.get(key)
         if entry is None:
+            if len(self.entries) >= MAX_KEYS:
+                return None
             entry = self._add(key)
         elif entry.last_tick == tick:
             first = entry
@@ -129,7 +139,7 @@ class Registry:
             left_out,
         )
         placed = entry.placed.get(signature)
-        if placed is None and len(entry.placed) >= MAX_LAYOUTS:
+        if placed is None and self._has_too_many_layouts(entry):
             signature = _without_shape(entry, high_precision, quantized)
             keep, left_out = frozenset(), TOO_MANY_LAYOUTS
             placed = entry.placed.get(signature)
@@ -138,6 +148,10 @@ class Registry:
                 placed = entry.placed[signature] = self._register(entry, high_precision, quantized, keep, left_out)
             self.announce()
         return placed
+
+    def _has_too_many_layouts(self, entry: Entry) -> bool:
+        crowded = len(self.layouts) >= MAX_LAYOUTS_IN_ALL and len(entry.placed) >= FEW_LAYOUTS
+        return crowded or len(entry.placed) >= MAX_LAYOUTS
 
     def announce(self) -> None:
         """Tell ``on_layout`` of the layouts that it does not know yet."""

@@ -140,7 +140,7 @@ class Ring:
             valid_rows: only rows ``[0, n)`` of dimension 0 count in the statistics; an int or a one-element tensor.
 
         Returns:
-            the record's layout; None when the key had ``MAX_CALLS`` records in this tick already.
+            the record's layout; None when there are too many calls in this tick, or too many keys.
         """
         parts = () if quantized is None else tuple(quantized.components.values())
         with torch.no_grad():

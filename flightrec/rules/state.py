@@ -196,5 +196,6 @@ def _resize(values: Tensor, count: Tensor, size: int) -> tuple[Tensor, Tensor]:
     kept = held.clamp(max=size)
     columns = torch.arange(size, device="cpu")[None, :]
     order = (columns + (held - kept)[:, None]).clamp(max=values.shape[1] - 1)
-    resized = torch.where(columns < kept[:, None], values.gather(1, order), torch.zeros((), dtype=values.dtype))
+    nothing = torch.zeros((), dtype=values.dtype, device=values.device)
+    resized = torch.where(columns < kept[:, None], values.gather(1, order), nothing)
     return resized, kept

@@ -34,6 +34,10 @@ LOG_TAIL_BYTES = 4000
 DAMAGED_POLLS = 50
 
 
+class MessageTooLargeError(WriterError):
+    """A message that the inbox can never hold."""
+
+
 class WriterClient:
     """A running writer, seen from the trainer.
 
@@ -182,10 +186,18 @@ class WriterClient:
 
         Returns:
             ``False`` when the inbox is full (try again at the next step), the client is closed, or in a forked child.
+
+        Raises:
+            MessageTooLargeError: it is larger than ``max_message_bytes``: trying again is of no use.
         """
         if self._inert or self._closed:
             return False
         parts = shared.encode(kind, header, blobs)
+        num_bytes = sum(memoryview(part).nbytes for part in parts)
+        if num_bytes > self.max_message_bytes:
+            raise MessageTooLargeError(
+                f"message {kind!r} has {num_bytes} bytes, the writer's inbox takes {self.max_message_bytes} at most"
+            )
         with self._lock:
             if not self._memory.inbox.put(parts):
                 return False
