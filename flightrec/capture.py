@@ -8,6 +8,9 @@ the device.
 from __future__ import annotations
 
 import logging
+import operator
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -226,3 +229,24 @@ class Guard:
             self._capture.disarm(self._part, error)
             return True
         return False
+
+
+class Microbatch:
+    """What ``Recorder.microbatch`` returns."""
+
+    def __init__(self, capture: Capture, index: int, data: Mapping[str, Any] | None) -> None:
+        self._capture = capture
+        self._index = index
+        self._data = data
+        self._outer: tuple[int, bool] | None = None
+
+    def __enter__(self) -> None:
+        with self._capture.guard(f"microbatch({self._index!r})"):
+            self._outer = self._capture.begin_microbatch(operator.index(self._index))
+            for name, value in (self._data or {}).items():
+                tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+                self._capture.keep_scalar("metric", f"data.{name}", tensor, self._index, Stage.START)
+
+    def __exit__(self, *_: object) -> None:
+        if self._outer is not None:
+            self._capture.end_microbatch(self._outer)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from flightrec.capture import Capture
+from flightrec.capture import Capture, Microbatch
 from flightrec.config.load import load, packaged
 from flightrec.config.model import Config
 from flightrec.engine import Engine
@@ -108,7 +108,7 @@ class Recorder:
             model: any module; its qualified module names are the layers.
             optimizer: accepted for the sake of one call in all versions; recording does not need it.
             scaler: likewise, with a warning: the infinities of steps that it skips are not told from others yet.
-            scheduler: likewise.
+            scheduler: as the optimizer.
 
         Raises:
             AttachError: attached before or closed, no parameters on one real device, or nothing of it is selected.
@@ -116,9 +116,8 @@ class Recorder:
         del optimizer, scheduler
         if scaler is not None:
             logger.warning(
-                "flightrec: attach(scaler=) is not used by this version: gradients that overflow in a step that the "
-                "scaler skips will fire `nonfinite`. Give that rule the tensors to watch (activation, weight, output, "
-                "loss) to keep it quiet."
+                "flightrec: attach(scaler=) is not used by this version: gradients that overflow in a step that it "
+                "skips fire `nonfinite`. Let that rule watch activation, weight, output and loss to keep it quiet."
             )
         if self._sources or self._closed:
             raise AttachError(
@@ -151,7 +150,7 @@ class Recorder:
 
     # -- the training loop -------------------------------------------------------------------------------------------
 
-    def microbatch(self, index: int, data: Mapping[str, Any] | None = None) -> _Microbatch:
+    def microbatch(self, index: int, data: Mapping[str, Any] | None = None) -> Microbatch:
         """Context of one microbatch, for loops that accumulate gradients.
 
         Without it, each training forward of the attached model counts as one.
@@ -160,7 +159,7 @@ class Recorder:
             index: 0, 1, ... within the iteration.
             data: tensors (or lists of numbers) of any dtype to keep with it, such as ``{"sample_ids": ids}``.
         """
-        return _Microbatch(self._capture, index, data)
+        return Microbatch(self._capture, index, data)
 
     def loss(self, loss: torch.Tensor | float) -> None:
         """Record the current microbatch's loss, before anything filters it. No synchronisation.
@@ -464,27 +463,6 @@ class Recorder:
         """After ``os.fork``: the child (a data loader's worker) records nothing and closes nothing."""
         self._capture.off = True
         self._closed = True
-
-
-class _Microbatch:
-    """What ``Recorder.microbatch`` returns."""
-
-    def __init__(self, capture: Capture, index: int, data: Mapping[str, Any] | None) -> None:
-        self._capture = capture
-        self._index = index
-        self._data = data
-        self._outer: tuple[int, bool] | None = None
-
-    def __enter__(self) -> None:
-        with self._capture.guard(f"microbatch({self._index!r})"):
-            self._outer = self._capture.begin_microbatch(operator.index(self._index))
-            for name, value in (self._data or {}).items():
-                tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-                self._capture.keep_scalar("metric", f"data.{name}", tensor, self._index, Stage.START)
-
-    def __exit__(self, *_: object) -> None:
-        if self._outer is not None:
-            self._capture.end_microbatch(self._outer)
 
 
 _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()

@@ -14,7 +14,7 @@ from writer_support import identity as make_identity
 from flightrec.errors import WriterError
 from flightrec.storage.read import open_incident
 from flightrec.writer import launch, messages, shared
-from flightrec.writer.client import WriterClient
+from flightrec.writer.client import MessageTooLargeError, WriterClient
 
 
 @pytest.fixture
@@ -220,7 +220,8 @@ def test_an_oversized_message_is_known_beforehand(client):
     assert client.max_message_bytes < shared.INBOX_BYTES
     assert client.send("nonsense", {}, [bytes(client.max_message_bytes - 4096)])
     wait_for(client, "error")
-    assert not client.send("nonsense", {}, [bytes(shared.INBOX_BYTES)])
+    with pytest.raises(MessageTooLargeError, match="nonsense"):  # trying again would be of no use
+        client.send("nonsense", {}, [bytes(shared.INBOX_BYTES)])
 
 
 def test_thread_mode_ends_with_the_interpreter(tmp_path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 from writer_support import make_layouts, statistics
 
+from flightrec.records import NUM_STATISTICS
 from flightrec.storage.facts import Blind
 from flightrec.writer.iteration import NOT_STAGED, Iteration, component_buffers
 
@@ -38,7 +39,7 @@ def test_pieces_become_one_iteration_with_the_newest_header(iteration):
 def test_an_iteration_without_records(iteration):
     empty = Iteration(HEADER)
     facts = empty.freeze(3)
-    assert facts.statistics.shape == (0, 16)
+    assert facts.statistics.shape == (0, NUM_STATISTICS)
     assert empty.missing("why") == []
 
 

@@ -25,7 +25,7 @@ from writer_support import identity as make_identity
 
 from flightrec.storage.read import open_incident
 from flightrec.writer import shared
-from flightrec.writer.client import WriterClient
+from flightrec.writer.client import MessageTooLargeError, WriterClient
 from flightrec.writer.process import WriterLoop
 
 NUM_RECORDS = 8
@@ -198,7 +198,8 @@ def test_a_full_inbox_never_blocks(tmp_path):
         sent += 1
     assert 0 < sent < 100
     assert not client.send("unknown", {}, [np.zeros(100)])
-    assert not client.send("unknown", {}, [np.zeros(1 << 20)])
+    with pytest.raises(MessageTooLargeError):
+        client.send("unknown", {}, [np.zeros(1 << 20)])
     os.kill(client.pid, signal.SIGCONT)
     until(lambda: client.send("unknown", {}, [np.zeros(100)]), "the inbox stays full")
     send_incident(client, 1, layouts)
