@@ -80,7 +80,7 @@ class Capture:
         if self.off or engine is None:
             return
         name = f"{tensor} of {layer!r}"
-        if name in self._dead_parts:
+        if self._dead_parts and name in self._dead_parts:
             return
         try:
             selection = self._config.selects(layer, tensor, phase)

@@ -90,7 +90,8 @@ class Engine:
         )
         self._host_firings: dict[int, list[Firing]] = {}
         self._false = torch.zeros((), dtype=torch.bool, device=device)
-        self._scalar_rows: list[tuple[Key, int]] = []
+        self._scalars: dict[int, RecordLayout] = {}
+        """Layouts of losses and metrics, by id."""
         self._num_layouts_seen = 0
         self.ring.begin(first_tick)
 
@@ -140,8 +141,8 @@ class Engine:
         try:
             self._close_tick(info, host_firings)
             views = self._queue.poll(wait=True)
-        except Exception as error:  # a dead CUDA context: what the host knows is all that there is
-            logger.error("flightrec: the device cannot be read any more (%s); writing what the host knows", error)
+        except Exception as error:  # a dead CUDA context
+            logger.error("flightrec: the device cannot be read any more (%s): what its ring held is lost", error)
             return False
         for view in views:
             self._take(view)
@@ -195,9 +196,8 @@ class Engine:
         layouts = self.ring.layouts
         for layout in layouts[self._num_layouts_seen :]:
             if layout.key.tensor in ("loss", "metric") and not layout.key.layer:
-                self._scalar_rows.append((layout.key, layout.row))
+                self._scalars[layout.layout_id] = layout
         self._num_layouts_seen = len(layouts)
-        self._scalar_rows = list(dict.fromkeys(self._scalar_rows))
         self.flusher.post_tables()
 
     def _release(self) -> torch.Tensor | None:
@@ -217,18 +217,16 @@ class Engine:
         if info is None:
             return
         firings = self._host_firings.pop(view.tick, [])
-        recorded = {self.ring.layouts[i].row for i in self.ring.index(view.tick).layout_ids}
-        self._take_scalars(info, view.statistics, recorded)
+        self._take_scalars(info, view.statistics, self.ring.index(view.tick).layout_ids)
         if view.firings:
             firings = self._firings(view, info) + firings
         self.flusher.on_verdict(view, firings)
 
-    def _take_scalars(self, info: TickInfo, statistics: NDArray[np.float64], recorded: set[int]) -> None:
+    def _take_scalars(self, info: TickInfo, statistics: NDArray[np.float64], layout_ids: list[int]) -> None:
         whole: float | None = None
         parts: list[float] = []
-        for key, row in self._scalar_rows:
-            if row not in recorded:
-                continue
+        for layout_id in sorted(self._scalars.keys() & layout_ids):  # in every step: no Python loop over all records
+            key, row = self._scalars[layout_id].key, self._scalars[layout_id].row
             value = scalar_of(statistics[row])
             if key.tensor == "metric":
                 info.metrics[key.part] = value
