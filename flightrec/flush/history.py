@@ -22,7 +22,6 @@ class TickInfo:
         iteration: the user's iteration number.
         num_microbatches: how many were seen.
         partial: recorded only in part (an exception came in between).
-        requests: texts of manual triggers of this iteration.
         loss: known once the verdict was read.
         metrics: likewise, by name.
     """
@@ -32,7 +31,6 @@ class TickInfo:
     iteration: int
     num_microbatches: int = 1
     partial: bool = False
-    requests: list[str] = field(default_factory=list)
     loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
 

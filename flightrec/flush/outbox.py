@@ -31,7 +31,8 @@ class Outbox:
         dead: the writer died and is not replaced any more.
 
     Args:
-        start: starts a writer; called once here, and again after a death.
+        client: the first writer, running.
+        start: starts another one after a death.
         ring: whose layouts and quantizers the writer is told.
     """
 
