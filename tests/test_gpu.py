@@ -202,7 +202,7 @@ def test_an_exception_is_flushed_from_the_device(tmp_path):
     assert incident.environment["gpu"]["name"]
 
 
-def test_a_dead_context_still_tells_what_the_host_knows(tmp_path):
+def test_a_dead_context_is_told_and_trainings_own_error_stays(tmp_path):
     """A device-side assert destroys the context: no byte of device memory can be read, and training's error stays."""
     import subprocess
     import sys

@@ -308,3 +308,34 @@ def test_errors_are_logged_once(tmp_path, caplog):
             recorder.valid_rows([1], 3)
             recorder.step()
     assert len(caplog.records) == 1
+
+
+def test_a_trigger_in_a_run_that_recorded_nothing_is_told(tmp_path, caplog):
+    with flightrec.Recorder(config(), directory=tmp_path) as recorder:
+        recorder.trigger("nothing to see")
+        recorder.step()
+        recorder.trigger("still nothing")
+    assert "nothing was recorded" in caplog.text
+    assert not incidents(tmp_path)
+
+
+def test_windows_of_another_length_come_back_whatever_the_default_device(tmp_path, caplog):
+    def made(window):
+        spike = {"kind": "amax_spike", "window": window, "min_samples": 4, "min_numel": 1, "confirm": 1}
+        return config(1, 0, triggers=[spike])
+
+    def run(recorder, values):
+        for value in values:
+            recorder.record("x", "activation", high_precision=torch.tensor([value], device="cpu"))
+            recorder.step()
+
+    with flightrec.Recorder(made(16), directory=tmp_path / "a") as recorder:
+        run(recorder, [1.0] * 8)
+        state = recorder.state_dict()
+    with flightrec.Recorder(made(8), directory=tmp_path / "b") as recorder:
+        run(recorder, [1.0])
+        with torch.device("meta"):
+            recorder.load_state_dict(state)
+        run(recorder, [1.0, 50.0])
+    assert "disarmed" not in caplog.text
+    assert only(tmp_path / "b").trigger.kind == "amax_spike"
