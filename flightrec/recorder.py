@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from flightrec.attachment import Attachment
 from flightrec.capture import Capture, Microbatch
 from flightrec.config.load import load, packaged
 from flightrec.config.model import Config
@@ -26,19 +27,17 @@ from flightrec.engine import Engine
 from flightrec.errors import AttachError, RingMemoryError
 from flightrec.flush.history import TickInfo
 from flightrec.hosthooks import describe, listen, stack_of, stop_listening
+from flightrec.hostrules import HostRules
 from flightrec.identity import environment, identify
-from flightrec.records import NO_MICROBATCH, TENSORS, Firing, Phase, Severity, Stage
-from flightrec.sources.choose import AnySource, choose_sources
+from flightrec.records import NO_MICROBATCH, TENSORS, Firing, Phase, Stage
 from flightrec.sources.sink import quiet
-from flightrec.startup import check_writable, default_staging_bytes, device_of
+from flightrec.startup import check_writable, default_staging_bytes
 from flightrec.writer.client import WriterClient
 
 logger = logging.getLogger("flightrec")
 
 DRAIN_TIMEOUT_S = 120.0
 """How long the end of a run waits for evidence to reach the disk; the writer process goes on by itself after that."""
-
-MAX_THREAD_ERRORS = 16
 
 _STAGE_OF = {
     "gradient": Stage.BACKWARD,
@@ -82,11 +81,10 @@ class Recorder:
         self._tick = 0
         self._capture = Capture(self._config)
         self._capture.iteration = iteration
-        self._sources: list[AnySource] = []
-        self._manual: list[str] = []
+        self._attachment: Attachment | None = None
+        self._host_rules = HostRules(self._config.triggers)
         self._loaded: Mapping[str, Any] | None = None
         self._closed = False
-        self._thread_errors: list[BaseException] = []
         self._client = self._start_writer()
         listen(self)
         _recorders.add(self)
@@ -119,30 +117,22 @@ class Recorder:
                 "flightrec: attach(scaler=) is not used by this version: gradients that overflow in a step that it "
                 "skips fire `nonfinite`. Let that rule watch activation, weight, output and loss to keep it quiet."
             )
-        if self._sources or self._closed:
+        if self._attachment is not None or self._closed:
             raise AttachError(
                 "attach: this Recorder is closed or watches a model already; expected one model. "
                 "Make one module that holds all models, or a Recorder for each."
             )
-        sources = choose_sources(model, self._capture)
-        device = device_of(model)
-        engine = self._capture.engine
+        attachment = Attachment(model, self._capture)
+        device, engine = attachment.device, self._capture.engine
         if engine is not None and engine.device != device:
             raise AttachError(f"attach: the model is on {device}, but tensors were recorded on {engine.device} before")
-        if not sources:
-            names = [name for name, _ in model.named_modules() if name][:5]
-            raise AttachError(
-                f"attach: no entry of select matches any tensor of {type(model).__name__}. Its layers are, for "
-                f"example, {', '.join(names) or 'the model itself, whose name is empty'}; patterns match whole names."
-            )
         self._make_engine(device)
-        for source in sources:
-            source.attach()
-        self._sources = sources
+        attachment.attach()
+        self._attachment = attachment
         logger.info(
             "flightrec: recording %s on %s, %d iterations, everything that is selected in every iteration; incidents "
             "go to %s",
-            " and ".join(source.describe() for source in sources),
+            attachment.describe(),
             device,
             self._config.ring.iterations,
             self._directory,
@@ -224,7 +214,7 @@ class Recorder:
 
     def trigger(self, reason: str) -> None:
         """Write an incident for the current iteration, once ``step`` ends it."""
-        self._manual.append(reason)
+        self._host_rules.add_reason(reason)
 
     def step(
         self,
@@ -314,7 +304,7 @@ class Recorder:
         with capture.guard("close"):
             if engine is None:
                 self._client.close(DRAIN_TIMEOUT_S)
-                if self._manual:
+                if self._host_rules.has_reasons:
                     logger.warning("flightrec: nothing was recorded, so that trigger() wrote no incident")
             else:
                 info = None if capture.off else self._info(partial=True)
@@ -339,9 +329,8 @@ class Recorder:
 
     def _step(self, loss: torch.Tensor | float | None, metrics: Mapping[str, torch.Tensor | float]) -> None:
         capture = self._capture
-        for source in self._sources:
-            with capture.guard(f"the end of the iteration of {type(source).__name__}"):
-                source.after_step()
+        if self._attachment is not None:
+            self._attachment.after_step()
         if loss is not None and self._have_engine(loss):
             capture.keep_scalar("loss", "", loss, NO_MICROBATCH, Stage.LOSS)
         with capture.guard("step(metrics=)"):
@@ -358,29 +347,7 @@ class Recorder:
         return TickInfo(self._tick, self._attempt, self.iteration, max(self._capture.num_microbatches, 1), partial)
 
     def _host_firings(self) -> list[Firing]:
-        """Firings of host rules since the last ``step``: triggers by hand, exceptions that ended another thread."""
-        reasons, self._manual = self._manual, []
-        errors, self._thread_errors = self._thread_errors, []
-        told = [("manual", f"triggered by hand: {reason}") for reason in reasons]
-        told += [("exception", f"a thread ended with {describe(error)}") for error in errors]
-        return [firing for kind, text in told if (firing := self._host_firing(kind, text))]
-
-    def _host_firing(self, kind: str, message: str) -> Firing | None:
-        rule = next((rule for rule in self._config.triggers if rule.kind == kind), None)
-        if rule is None:
-            return None
-        return Firing(
-            rule=rule.name,
-            kind=kind,
-            severity=Severity(rule.severity),
-            attempt=self._attempt,
-            iteration=self.iteration,
-            key=None,
-            sequence=-1,
-            value=float("nan"),
-            threshold=float("nan"),
-            message=f"{message}, iteration {self.iteration}",
-        )
+        return self._host_rules.take(self._attempt, self.iteration)
 
     def on_uncaught(self, error: BaseException) -> None:
         """Flush what the ring holds for an exception that ends the training loop; once. Waits, never raises."""
@@ -388,7 +355,9 @@ class Recorder:
         if self._capture.off or engine is None or not isinstance(error, Exception):
             return  # KeyboardInterrupt, SystemExit: a normal end
         with self._capture.guard("the flush after an exception"):
-            firing = self._host_firing("exception", f"training raised {describe(error)}")
+            firing = self._host_rules.firing(
+                "exception", f"training raised {describe(error)}", self._attempt, self.iteration
+            )
             if firing is None:
                 return
             facts = {**environment(engine.device), "exception": type(error).__qualname__, "stack": stack_of(error)}
@@ -400,8 +369,8 @@ class Recorder:
 
     def on_thread_uncaught(self, error: BaseException) -> None:
         """Note that another thread ended with an exception: the next ``step`` writes an incident. Any thread."""
-        if not self._capture.off and isinstance(error, Exception) and len(self._thread_errors) < MAX_THREAD_ERRORS:
-            self._thread_errors.append(error)
+        if not self._capture.off and isinstance(error, Exception):
+            self._host_rules.add_error(error)
 
     def _have_engine(self, *values: object) -> bool:
         """Whether tensors can be taken; in a run without ``attach`` the first one tells the device."""
@@ -452,12 +421,10 @@ class Recorder:
             self._detach_all(why)
 
     def _detach_all(self, why: str) -> None:
-        for source in self._sources:
-            with self._capture.guard("detach"):
-                source.detach()
-        if self._sources:
+        if self._attachment is not None:
+            self._attachment.detach()
             logger.info("flightrec: recording has ended: %s", why)
-        self._sources = []
+        self._attachment = None
 
     def _forget_in_child(self) -> None:
         """After ``os.fork``: the child (a data loader's worker) records nothing and closes nothing."""
