@@ -44,11 +44,8 @@ class Surroundings:
         """Begin to find out what ``environment`` does not say; returns at once."""
         if "git" not in self._asked and "commit" not in environment:
             self._asked.add("git")
-            folder = os.path.dirname(str(environment.get("main") or "")) or str(
-                environment.get("working_directory", "")
-            )
-            if folder:
-                self._start(lambda: git_facts(folder))
+            folders = [os.path.dirname(str(environment.get("main", ""))), str(environment.get("working_directory", ""))]
+            self._start(lambda: next(filter(None, (git_facts(folder) for folder in folders if folder)), {}))
         uuid = (environment.get("gpu") or {}).get("uuid")
         if uuid:
             self._start(lambda: {"gpu": gpu_facts(str(uuid))})
