@@ -250,8 +250,6 @@ def test_values_and_whole_batches_given_with_microbatches(tmp_path):
 
 
 def test_training_is_bit_identical_with_an_optimizer_attached(tmp_path):
-    """``train`` makes an optimizer of its own; the one that is attached is stepped beside it and hooked."""
-
     def run(recorder):
         torch.manual_seed(1)
         net = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Linear(8, 1))
@@ -277,6 +275,7 @@ def test_training_is_bit_identical_with_an_optimizer_attached(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_a_compiled_optimizer_step_goes_on(tmp_path):
     net = make()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
