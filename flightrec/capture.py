@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Capture:
         off: nothing is recorded any more.
         num_microbatches: seen in this iteration.
         valid_rows: rows that count, by layer, in this iteration.
+        on_first_microbatch: called when the first microbatch of an iteration begins.
     """
 
     def __init__(self, config: Config) -> None:
@@ -43,6 +44,7 @@ class Capture:
         self.off = False
         self.num_microbatches = 0
         self.valid_rows: dict[str, int | torch.Tensor] = {}
+        self.on_first_microbatch: Callable[[], None] | None = None
         self._config = config
         self._microbatch = NO_MICROBATCH
         self._is_explicit = False
@@ -208,6 +210,8 @@ class Capture:
             self.engine.flusher.note_blind("", part, self._notes["", part])
 
     def _set_microbatch(self, index: int) -> None:
+        if self.num_microbatches == 0 and self.on_first_microbatch is not None:
+            self.on_first_microbatch()
         self._microbatch = index
         self.num_microbatches = max(self.num_microbatches, index + 1)
 

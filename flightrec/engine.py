@@ -20,6 +20,7 @@ from flightrec.config.sizes import Share
 from flightrec.flush.flusher import Flusher
 from flightrec.flush.history import ScalarHistory, TickInfo, TickLog
 from flightrec.flush.outbox import Outbox
+from flightrec.flush.samples import SampleHistory
 from flightrec.flush.verdicts import VerdictQueue, VerdictView
 from flightrec.records import NO_MICROBATCH, Firing, Key, RecordLayout, Severity, Statistic
 from flightrec.ring.layout import QuantizedParts
@@ -88,6 +89,10 @@ class Engine:
             history=self.history,
             view_of=self._queue.get,
         )
+        self._samples: SampleHistory | None = None
+        if client.history is not None:
+            note_blind = self.flusher.note_blind
+            self._samples = SampleHistory(client.history, lambda reason: note_blind("", "history", reason))
         self._host_firings: dict[int, list[Firing]] = {}
         self._false = torch.zeros((), dtype=torch.bool, device=device)
         self._scalars: dict[int, RecordLayout] = {}
@@ -217,7 +222,10 @@ class Engine:
         if info is None:
             return
         firings = self._host_firings.pop(view.tick, [])
-        self._take_scalars(info, view.statistics, self.ring.index(view.tick).layout_ids)
+        layout_ids = self.ring.index(view.tick).layout_ids
+        self._take_scalars(info, view.statistics, layout_ids)
+        if self._samples is not None:
+            self._samples.add(info.attempt, info.iteration, view.statistics, layout_ids, self.ring.layouts)
         if view.firings:
             firings = self._firings(view, info) + firings
         self.flusher.on_verdict(view, firings)
@@ -228,7 +236,10 @@ class Engine:
         for layout_id in sorted(self._scalars.keys() & layout_ids):  # in every step: no Python loop over all records
             key, row = self._scalars[layout_id].key, self._scalars[layout_id].row
             value = scalar_of(statistics[row])
-            if key.tensor == "metric":
+            if key.part.startswith("data.") and key.microbatch != NO_MICROBATCH:
+                if statistics[row][Statistic.NUMEL] == 1:  # longer ones, such as sample ids, are records only
+                    info.facts.setdefault("data", {}).setdefault(key.part[5:], {})[str(key.microbatch)] = value
+            elif key.tensor == "metric":
                 info.metrics[key.part] = value
             elif key.microbatch == NO_MICROBATCH:
                 whole = value
@@ -238,9 +249,9 @@ class Engine:
             whole = float(np.mean(parts))
         info.loss = whole
         if whole is not None:
-            self.history.add("loss", info.iteration, whole)
+            self.history.add("loss", info.iteration, whole, info.attempt)
         for name, value in info.metrics.items():
-            self.history.add(f"metric.{name}", info.iteration, value)
+            self.history.add(f"metric.{name}", info.iteration, value, info.attempt)
 
     def _firings(self, view: VerdictView, info: TickInfo) -> list[Firing]:
         where = {}
@@ -285,6 +296,7 @@ class Engine:
             "rules": self.evaluator.state_dict(),
             "limits": self.limits.state_dict(),
             "history": self.history.state_dict(),
+            "samples": self._samples.state_dict() if self._samples is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -292,6 +304,8 @@ class Engine:
         self.evaluator.load_state_dict(state["rules"])
         self.limits.load_state_dict(state["limits"])
         self.history.load_state_dict(state["history"])
+        if self._samples is not None and state.get("samples"):
+            self._samples.load_state_dict(state["samples"])
 
 
 def scalar_of(row: NDArray[np.float64]) -> float:

@@ -23,6 +23,7 @@ VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
     "CUBLAS_WORKSPACE_CONFIG",
     "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
     "NCCL_ALGO",
     "NCCL_DEBUG",
     "NCCL_PROTO",
@@ -34,6 +35,7 @@ VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "RANK",
     "SLURM_JOB_ID",
+    "SLURM_NNODES",
     "SLURM_NODEID",
     "SLURM_PROCID",
     "SLURM_RESTART_COUNT",
@@ -42,6 +44,9 @@ VARIABLES = (
     "WORLD_SIZE",
 )
 """Environment variables that are copied into incidents; no others are, since they hold secrets."""
+
+COMMIT_VARIABLES = ("GIT_COMMIT", "GITHUB_SHA", "CI_COMMIT_SHA")
+"""Environment variables that name the source's commit, where there is no repository to ask; the first one counts."""
 
 PACKAGES = ("torch-flightrec", "torch", "torchao", "transformer-engine", "nvdlfw-inspect", "triton", "h5py", "numpy")
 
@@ -90,8 +95,13 @@ def identify(run_id: str | None = None) -> Identity:
     )
 
 
-def environment(device: torch.device | None) -> dict[str, Any]:
-    """Plain facts about the process for ``/environment``; no synchronisation."""
+def environment(device: torch.device | None, model: torch.nn.Module | None = None) -> dict[str, Any]:
+    """Plain facts about the process for ``/environment``; no synchronisation, no other program is asked.
+
+    Args:
+        device: of the model.
+        model: tells the device mesh, if its parameters are distributed over one.
+    """
     facts: dict[str, Any] = {
         "argv": list(sys.argv),
         "executable": sys.executable,
@@ -99,10 +109,13 @@ def environment(device: torch.device | None) -> dict[str, Any]:
         "platform": platform.platform(),
         "pid": os.getpid(),
         "working_directory": _working_directory(),
+        "main": _main_script(),
+        "topology": _topology(model),
         "num_threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+    facts |= _commit()
     if device is not None:
         facts["device"] = str(device)
     if device is not None and device.type == "cuda":
@@ -122,6 +135,48 @@ def _rank() -> tuple[int, int]:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
     return _count("RANK"), max(_count("WORLD_SIZE"), 1)
+
+
+def _main_script() -> str:
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    return os.path.abspath(path) if path and _working_directory() else ""
+
+
+def _commit() -> dict[str, Any]:
+    """The commit as the environment tells it; otherwise the writer asks git."""
+    found = next((name for name in COMMIT_VARIABLES if os.environ.get(name)), None)
+    return {} if found is None else {"commit": os.environ[found], "commit_from": found}
+
+
+def _topology(model: torch.nn.Module | None) -> dict[str, Any]:
+    rank, world_size = _rank()
+    facts: dict[str, Any] = {"rank": rank, "world_size": world_size, "local_rank": _count("LOCAL_RANK")}
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        facts["backend"] = str(distributed.get_backend())
+    if local := _count("LOCAL_WORLD_SIZE"):
+        facts["local_world_size"] = local
+    if nodes := _count("SLURM_NNODES") or (-(-world_size // local) if local else 0):
+        facts["num_nodes"] = nodes
+    if torch.cuda.is_initialized():
+        facts["num_gpus"] = torch.cuda.device_count()
+    meshes = [] if model is None else _meshes(model)
+    if meshes:
+        facts["meshes"] = meshes
+    return facts
+
+
+def _meshes(model: torch.nn.Module) -> list[dict[str, Any]]:
+    """Names and shape of the device meshes that parameters are distributed over."""
+    found = []
+    for parameter in model.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None:
+            shape = [int(size) for size in getattr(mesh, "shape", ())]
+            names = [str(name) for name in getattr(mesh, "mesh_dim_names", None) or ()]
+            if (facts := {"names": names, "shape": shape}) not in found:
+                found.append(facts)
+    return found
 
 
 def _run_id() -> str:

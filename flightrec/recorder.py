@@ -30,8 +30,9 @@ from flightrec.hosthooks import describe, listen, stack_of, stop_listening
 from flightrec.hostrules import HostRules
 from flightrec.identity import environment, identify
 from flightrec.records import NO_MICROBATCH, TENSORS, Firing, Phase, Stage
+from flightrec.runfacts import RunFacts
 from flightrec.sources.sink import quiet
-from flightrec.startup import check_writable, default_staging_bytes
+from flightrec.startup import check_writable, default_staging_bytes, history_memory
 from flightrec.writer.client import WriterClient
 
 logger = logging.getLogger("flightrec")
@@ -81,10 +82,13 @@ class Recorder:
         self._tick = 0
         self._capture = Capture(self._config)
         self._capture.iteration = iteration
+        self._facts = RunFacts(self._capture.guard)
+        self._capture.on_first_microbatch = self._facts.first_forward
         self._attachment: Attachment | None = None
         self._host_rules = HostRules(self._config.triggers)
         self._loaded: Mapping[str, Any] | None = None
         self._closed = False
+        self._history = history_memory(self._config.history)
         self._client = self._start_writer()
         listen(self)
         _recorders.add(self)
@@ -104,14 +108,13 @@ class Recorder:
 
         Args:
             model: any module; its qualified module names are the layers.
-            optimizer: accepted for the sake of one call in all versions; recording does not need it.
+            optimizer: its settings (learning rates, betas, ...) go into incidents, as each step used them.
             scaler: likewise, with a warning: the infinities of steps that it skips are not told from others yet.
-            scheduler: as the optimizer.
+            scheduler: its position goes into incidents.
 
         Raises:
             AttachError: attached before or closed, no parameters on one real device, or nothing of it is selected.
         """
-        del optimizer, scheduler
         if scaler is not None:
             logger.warning(
                 "flightrec: attach(scaler=) is not used by this version: gradients that overflow in a step that it "
@@ -126,9 +129,10 @@ class Recorder:
         device, engine = attachment.device, self._capture.engine
         if engine is not None and engine.device != device:
             raise AttachError(f"attach: the model is on {device}, but tensors were recorded on {engine.device} before")
-        self._make_engine(device)
+        self._make_engine(device, model)
         attachment.attach()
         self._attachment = attachment
+        self._facts.watch(device, optimizer, scheduler)
         logger.info(
             "flightrec: recording %s on %s, %d iterations, everything that is selected in every iteration; incidents "
             "go to %s",
@@ -312,6 +316,7 @@ class Recorder:
                 if not engine.close(info, self._host_firings() if info else (), DRAIN_TIMEOUT_S):
                     logger.error("flightrec: not all evidence was written in %.0f s", DRAIN_TIMEOUT_S)
         capture.off = True
+        self._history.close()
         self._detach_all("close() was called")
         capture.engine = None  # the ring's memory is free, whoever still holds the recorder
 
@@ -342,9 +347,13 @@ class Recorder:
         self._tick += 1
         self._highest_iteration = max(self._highest_iteration, capture.iteration)
         capture.end_iteration(capture.iteration + 1)
+        self._facts.begin()
 
     def _info(self, *, partial: bool = False) -> TickInfo:
-        return TickInfo(self._tick, self._attempt, self.iteration, max(self._capture.num_microbatches, 1), partial)
+        facts, states = self._facts.end()
+        info = TickInfo(self._tick, self._attempt, self.iteration, max(self._capture.num_microbatches, 1), partial)
+        info.facts, info.random_states = facts, states
+        return info
 
     def _host_firings(self) -> list[Firing]:
         return self._host_rules.take(self._attempt, self.iteration)
@@ -386,7 +395,7 @@ class Recorder:
                     return True
         return False
 
-    def _make_engine(self, device: torch.device) -> None:
+    def _make_engine(self, device: torch.device, model: torch.nn.Module | None = None) -> None:
         if self._capture.engine is not None:
             return
         engine = Engine(
@@ -397,7 +406,8 @@ class Recorder:
             first_tick=self._tick,
             on_failure=self._rule_failed,
         )
-        engine.flusher.send_config(self._config.text, environment(device))
+        engine.flusher.send_config(self._config.text, environment(device, model))
+        self._facts.watch(device, None, None)
         if self._loaded is not None:
             engine.load_state_dict(self._loaded)
         self._capture.set_engine(engine)
@@ -413,6 +423,7 @@ class Recorder:
             staging_bytes=incident.staging_memory or default_staging_bytes(),
             mode=incident.writer,
             disk_quota_bytes=incident.disk_quota,
+            history=self._history,
         )
 
     def _switch_off(self, why: str) -> None:
@@ -425,6 +436,7 @@ class Recorder:
             self._attachment.detach()
             logger.info("flightrec: recording has ended: %s", why)
         self._attachment = None
+        self._facts.stop()
 
     def _forget_in_child(self) -> None:
         """After ``os.fork``: the child (a data loader's worker) records nothing and closes nothing."""

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import torch
 
-from flightrec.errors import AttachError
+from flightrec.config.model import HistoryConfig, Share
+from flightrec.errors import AttachError, WriterError
 from flightrec.ring.memory import free_memory_bytes
+from flightrec.writer.history import HistoryMemory
 
 MAX_STAGING_BYTES = 16 * 2**30
 MIN_STAGING_BYTES = 64 * 2**20
@@ -45,6 +47,20 @@ def check_writable(directory: Path) -> None:
         raise AttachError(f"directory={str(directory)!r}: {place} is not a directory")
     if not os.access(place, os.W_OK | os.X_OK):
         raise AttachError(f"directory={str(directory)!r}: {place} is not writable for this user")
+
+
+def history_memory(config: HistoryConfig) -> HistoryMemory:
+    """The memory for statistics of past iterations, shared with the writer; pages come with the samples.
+
+    Raises:
+        WriterError: the kernel does not give it.
+    """
+    size = config.memory
+    memory_bytes = size.of(free_memory_bytes(torch.device("cpu"))) if isinstance(size, Share) else size
+    try:
+        return HistoryMemory.create(memory_bytes, config.iterations)
+    except (OSError, ValueError, OverflowError) as error:
+        raise WriterError(f"no shared memory of {memory_bytes} bytes: {error}; lower history.memory") from error
 
 
 def default_staging_bytes() -> int:

@@ -43,6 +43,24 @@ def read_facts(file):
     expect(iterations["num_records"].sum() == len(records), "/iterations does not add up to /records")
     expect(len(file["firings"][()]) > 0, "no firing")
     expect(text(file["config"][()]) != "", "no configuration")
+    read_histories(file, names)
+
+
+def read_histories(file, names):
+    """Every history whole; what is as wide as /series has one column a row of it."""
+    for name in file.get("history", ()):
+        entry = file["history"][name]
+        iterations, values = entry["iterations"][()], entry["values"][()]
+        expect(len(iterations) == len(values), f"history {name}: axes differ")
+        expect("attempts" not in entry or len(entry["attempts"][()]) == len(values), f"history {name}: attempts")
+        expect(entry["values"].dims[0][0][()].tolist() == iterations.tolist(), f"history {name}: dimension scale")
+        if values.ndim == 2 and "series" in file:
+            series = file["series"][()]
+            expect(values.shape[1] == len(series), f"history {name}: columns")
+            expect(len(series) == 0 or series["layer"].max() < len(names), "/series points beyond /names")
+    for iteration in file.get("rng", ()):
+        for name in file["rng"][iteration]:
+            expect(file["rng"][iteration][name].dtype == np.uint8, f"state of {name}")
 
 
 def read_tensors(file):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,8 @@ from flightrec.records import (
     Stage,
     Statistic,
 )
-from flightrec.storage.facts import Blind, Identity, IncidentFacts, IterationFacts, RankFiles
+from flightrec.storage.facts import Blind, HistoryPiece, Identity, IncidentFacts, IterationFacts, RankFiles
+from flightrec.storage.schema import HISTORY_STATISTICS, PLAIN_STATISTICS
 from flightrec.storage.write import TensorsFile, write_facts, write_index
 
 FP8 = QuantizerInfo("torchao.Float8", "float8_e4m3fn", "multiply_to_encode", (), {"axiswise": False})
@@ -152,8 +153,26 @@ GOLDEN_CODES = np.array([[0x38, 0xC0, 0x7F], [0x01, 0x80, 0x7E]], dtype="u1")
 GOLDEN_ODD_LAYER = "a/b\0\ud800 \\ üml"
 
 
+def history_piece(series: int = 2, quantized: int = 1, samples: int = 4, last: int = 4) -> HistoryPiece:
+    """Statistics of ``samples`` past iterations; the value tells sample, column and series."""
+
+    def values(columns: int, width: int) -> np.ndarray:
+        return np.fromfunction(lambda n, c, s: 100 * n + c + s / 8, (samples, columns, width)).astype(np.float32)
+
+    iterations = np.arange(12 - samples + 1, 13)
+    return HistoryPiece(
+        last=last,
+        attempts=np.zeros(samples, np.int64),
+        iterations=iterations,
+        plain_series=[Key(f"plain.{n}", "output") for n in range(series - quantized)],
+        plain=values(len(PLAIN_STATISTICS), series - quantized),
+        quantized_series=[Key(f"blocks.{n + 1}.fc1", "activation") for n in range(quantized)],
+        quantized=values(len(HISTORY_STATISTICS), quantized),
+    )
+
+
 def write_golden(folder: Path) -> Path:
-    """Write the incident that stands in tests/golden under format version 1.0."""
+    """Write the incident that stands in tests/golden, as the newest version of the format has it."""
     activation = Key("blocks.1.fc1", "activation", microbatch=0)
     weight = Key("blocks.1.fc1", "weight", microbatch=0)
     odd = Key(GOLDEN_ODD_LAYER, "gradient", "aux.0/x", microbatch=1, stage=Stage.BACKWARD)
@@ -178,15 +197,28 @@ def write_golden(folder: Path) -> Path:
         ]
 
     microscaled = QuantizerInfo("sample.Blocks", "float4_e2m1fn_x2", "multiply_to_decode", (1, 4), {"note": [1, None]})
+    facts = {
+        "step_time_s": 0.5,
+        "data_time_s": 0.125,
+        "optimizer": {"class": "AdamW", "groups": [{"lr": 0.001, "betas": [0.9, 0.95]}]},
+        "data": {"num_valid_labels": {"0": 7.0}},
+    }
+    states = {"torch_cpu": np.arange(16, dtype=np.uint8)}
+    both = [
+        replace(entry, facts=facts, random_states=states, metrics={"loss_scale": 1024.0})
+        for entry in iterations({11: entries(0), 12: entries(1)})
+    ]
     fired = firing(activation, 12, value=float("nan"), message="blocks.1.fc1 activation holds 1 NaN.")
     return write_incident(
         folder,
         {11: entries(0), 12: entries(1)},
         [fired],
-        incident_id="incident-1.0",
-        stem="incident-1.0",
+        incident_id="incident-1.1",
+        stem="incident-1.1",
         quantizers=[FP8.to_json(), microscaled.to_json()],
-        history={"loss": ([9, 10, 11, 12], [0.9, 0.8, 0.7, float("nan")])},
+        history={"loss": ([9, 10, 11, 12], [0.9, 0.8, 0.7, float("nan")], [0, 0, 0, 0])},
+        statistics=[history_piece()],
+        iterations=both,
         blind=[Blind(0, 10, "", "", "no slot was free")],
         late_firings=[firing(odd, 12, rule="late", kind="amax_spike", severity=Severity.WARNING)],
         late_blind=[Blind(0, 13, "blocks.1.fc1", "weight", "staging was full")],

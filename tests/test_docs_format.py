@@ -47,6 +47,16 @@ def test_reading_tensors(tmp_path: Path) -> None:
         assert np.array_equal(found["dequantized"].astype("f4"), record.quantized.dequantize(), equal_nan=True)
 
 
+def test_reading_a_history(tmp_path: Path) -> None:
+    results = ("amax", "iterations", "attempts")
+    found = run(BLOCKS[2], results, ROOT / "tests" / "golden", tmp_path / "x.npz")
+    with open_incident(ROOT / "tests" / "golden" / "incident-1.1.index.h5") as incident:
+        series = incident.history.series(layer="blocks.1.fc1")
+        assert np.array_equal(found["amax"], series["amax"], equal_nan=True)
+        assert found["iterations"].tolist() == series.iterations.tolist()
+        assert found["attempts"].tolist() == series.attempts.tolist()
+
+
 def test_every_e4m3_code(tmp_path: Path) -> None:
     lines = BLOCKS[0].splitlines()
     start = next(number for number, line in enumerate(lines) if line.startswith("codes ="))
@@ -67,9 +77,18 @@ def test_the_other_codes(tmp_path: Path) -> None:
 
 def test_the_page_names_every_column_and_format() -> None:
     words = set(re.findall(r"`([a-z0-9_]+)`", PAGE))
-    tables = (schema.RECORD, schema.ITERATION, schema.FIRING, schema.BLIND, schema.QUANTIZER, schema.COMPONENT)
+    tables = (
+        schema.RECORD,
+        schema.ITERATION,
+        schema.FIRING,
+        schema.BLIND,
+        schema.QUANTIZER,
+        schema.COMPONENT,
+        schema.SERIES,
+    )
     for table in (*tables, schema.RANK):
         assert set(table.names or ()) <= words
     assert {statistic.name.lower() for statistic in Statistic} <= words
+    assert set(schema.HISTORY_STATISTICS) <= words
     assert {name for name, form in base.FORMATS.items() if not form.is_native} <= words
     assert f"version {schema.FORMAT_VERSION}" in PAGE

@@ -156,3 +156,36 @@ def test_workers_forked_by_a_data_loader_neither_record_nor_keep_the_writer(tmp_
     assert process.returncode == 0 and out.split() == ["done"], err
     (folder,) = (tmp_path / "out").iterdir()
     assert flightrec.open(folder).trigger.kind == "manual"
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("killed", ["trainer", "writer"])
+def test_the_history_survives_a_kill_of_either_process(killed, tmp_path):
+    process = start(
+        """
+        recorder = flightrec.Recorder({"select": [{"tensors": "*"}], "ring": {"iterations": 2}}, directory=sys.argv[1])
+        def run(values):
+            for value in values:
+                recorder.record("x", "output", high_precision=torch.tensor([value]))
+                recorder.step()
+        run([float(n) for n in range(50)])
+        if sys.argv[2] == "writer":
+            os.kill(recorder._client.pid, signal.SIGKILL)
+            recorder._client._process.wait()
+        run([50.0, math.nan])
+        if sys.argv[2] == "trainer":
+            os.kill(os.getpid(), signal.SIGKILL)
+        run([52.0])
+        recorder.close()
+        """,
+        str(tmp_path / "out"),
+        killed,
+    )
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == (-signal.SIGKILL if killed == "trainer" else 0), err
+    incident = wait_for_incident(tmp_path / "out")
+    assert (incident.trigger.kind, incident.trigger.iteration) == ("nonfinite", 51)
+    series = incident.history.series(layer="x")
+    assert series.iterations.tolist()[:52] == list(range(52))
+    assert series["amax"][:51].tolist() == [float(n) for n in range(51)]
+    assert series["nan_count"][[50, 51]].tolist() == [0.0, 1.0]

@@ -10,20 +10,29 @@ from storage_samples import GOLDEN_ACTIVATION, GOLDEN_CODES, GOLDEN_ODD_LAYER, w
 
 from flightrec.analysis.incident import Incident, open_incident
 from flightrec.records import Key, Representation, Severity, Stage
+from flightrec.storage import schema
 from flightrec.storage.facts import Blind
 
 GOLDEN = Path(__file__).parent / "golden"
+NEWEST = f"incident-{schema.FORMAT_VERSION}.index.h5"
 
 
-@pytest.fixture(params=["kept", "written now"])
+KEPT = sorted(GOLDEN.glob("*.index.h5"))
+
+
+@pytest.fixture(params=[*KEPT, "written now"], ids=str)
 def incident(request: pytest.FixtureRequest, tmp_path: Path):
-    folder = GOLDEN if request.param == "kept" else write_golden(tmp_path)
-    with open_incident(folder / "incident-1.0.index.h5") as opened:
+    path = write_golden(tmp_path) / NEWEST if request.param == "written now" else request.param
+    with open_incident(path) as opened:
         yield opened
 
 
+def test_every_version_is_kept() -> None:
+    assert [path.name for path in KEPT] == ["incident-1.0.index.h5", NEWEST]
+
+
 def test_identity_and_facts(incident: Incident) -> None:
-    assert incident.incident_id == "incident-1.0"
+    assert incident.incident_id in ("incident-1.0", "incident-1.1")
     assert (incident.run_id, incident.attempt, incident.world_size, incident.host) == ("run", 0, 1, "host")
     assert incident.created_ns == 1_700_000_000_000_000_000
     assert incident.versions == {"flightrec": "0.1.0"}
@@ -84,3 +93,22 @@ def test_blame(incident: Incident) -> None:
     first, second = incident.blame()
     assert (first.kind, first.rule, first.record, first.side) == ("nonfinite", "nan", 4, "high_precision")
     assert (second.kind, second.rule, second.key.layer) == ("amax_spike", "late", GOLDEN_ODD_LAYER)
+
+
+def test_what_came_with_1_1(incident: Incident) -> None:
+    entry, history = incident.iterations[0], incident.history
+    if incident.incident_id == "incident-1.0":
+        assert (entry.step_time_s, entry.loss_scale, entry.optimizer, entry.data) == (None, None, {}, {})
+        assert (history.all_series, history.statistics, len(history.iterations)) == ([], (), 0)
+        assert history.attempts_of("loss").tolist() == [0, 0, 0, 0]
+        assert incident.ranks[0].random_states(0, 11) == {}
+        return
+    assert (entry.step_time_s, entry.data_time_s, entry.loss_scale) == (0.5, 0.125, 1024.0)
+    assert entry.optimizer["groups"] == [{"lr": 0.001, "betas": [0.9, 0.95]}]
+    assert entry.data == {"num_valid_labels": {0: 7.0}}
+    assert incident.ranks[0].random_states(0, 11)["torch_cpu"].tolist() == list(range(16))
+    assert [series.key.layer for series in history.all_series] == ["blocks.1.fc1", "plain.0"]
+    assert history.series(layer="plain.*")["mean"].tolist() == [6, 106, 206, 306]
+    assert history.series(tensor="activation")["zero_scale_count"].tolist() == [20, 120, 220, 320]
+    assert np.isnan(history.series(tensor="output")["scale_max"]).all()
+    assert history.iterations.tolist() == [9, 10, 11, 12]

@@ -45,7 +45,7 @@ def test_files_carry_identity_and_completeness(tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         with h5py.File(path) as file:
             assert file.attrs["format"] == schema.FORMAT
-            assert file.attrs["format_version"] == "1.0"
+            assert file.attrs["format_version"] == schema.FORMAT_VERSION
             assert file.attrs["complete"] == 1
             assert file.attrs["incident_id"] == "test"
 

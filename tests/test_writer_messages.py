@@ -76,7 +76,7 @@ def test_an_empty_iteration_travels():
 def test_history_and_blind_travel():
     history = {"loss": ([1, 2], [0.5, float("nan")]), "amax": (np.arange(2), np.ones((2, 3)))}
     message = travel(messages.open_incident(1, make_firing(), history=history))
-    assert message.header["history"] == [["loss", [2]], ["amax", [2, 3]]]
+    assert message.header["history"] == [["loss", [2], False], ["amax", [2, 3], False]]
     assert np.frombuffer(message.blobs[0], np.int64).tolist() == [1, 2]
     blind = Blind(0, 3, "fc", "activation", "no room")
     assert Blind(*travel(messages.end(1, [blind])).header["blind"][0]) == blind

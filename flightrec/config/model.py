@@ -29,7 +29,7 @@ from flightrec.config.rules import (
     default_rules,
 )
 from flightrec.config.selection import Matcher, Selection
-from flightrec.config.sizes import MemoryLimit, OptionalSize, Share
+from flightrec.config.sizes import Memory, MemoryLimit, OptionalSize, Share
 from flightrec.records import Phase
 
 __all__ = [
@@ -107,6 +107,11 @@ class HistoryConfig(ConfigModel):
 
     iterations: StrictInt = Field(
         default=1000, ge=1, le=1_000_000, description="Iterations whose statistics are remembered."
+    )
+    memory: Memory = Field(
+        default=256 * 2**20,
+        description="Host memory for them: a size, or a share of what is free when the recorder is made. It bounds how "
+        "many tensors have a history, never how many iterations; memory that is not needed is not taken.",
     )
 
 

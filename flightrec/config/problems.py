@@ -21,7 +21,6 @@ Path = tuple["str | int", ...]
 
 NOT_AVAILABLE: dict[Path, str] = {
     ("ring", "host_memory"): "the host tier is not available in this version; remove the key",
-    ("history", "memory"): "a memory limit for the history is not available in this version; use iterations",
 }
 """Keys of later versions, with what to do instead."""
 

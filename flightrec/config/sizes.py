@@ -163,6 +163,18 @@ def _dump(value: int | Share | None) -> str | int | None:
     return str(value) if isinstance(value, Share) else exact_size(value)
 
 
+def parse_some_memory(value: Any) -> int | Share:
+    """A size in bytes, or a share.
+
+    Raises:
+        ValueError: neither.
+    """
+    memory = parse_memory(value)
+    if memory is None:
+        raise ValueError("expected a size such as 256 MiB, or a share such as 5%")
+    return memory
+
+
 _NULL_SCHEMA = {"type": "null"}
 
 OptionalSize = Annotated[
@@ -172,6 +184,14 @@ OptionalSize = Annotated[
     WithJsonSchema({"anyOf": [*_SIZE_SCHEMA["anyOf"], _NULL_SCHEMA]}),
 ]
 """Field type: bytes, or None."""
+
+Memory = Annotated[
+    int | Share,
+    PlainValidator(parse_some_memory),
+    PlainSerializer(_dump),
+    WithJsonSchema({"anyOf": [*_SIZE_SCHEMA["anyOf"], _SHARE_SCHEMA]}),
+]
+"""Field type: bytes, or a ``Share`` of what is free."""
 
 MemoryLimit = Annotated[
     int | Share | None,

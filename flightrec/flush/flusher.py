@@ -316,6 +316,8 @@ class Flusher:
                     loss=info.loss,
                     partial=info.partial,
                     metrics=info.metrics,
+                    facts=info.facts,
+                    random_states=info.random_states() if start == 0 else None,
                 )
             )
         incident.ticks.append(info.tick)

@@ -61,8 +61,7 @@ def summarize(incident: Incident) -> Document:
         "around": [_plain(row) for row in around(incident, findings)],
         "history": {
             name: {"iterations": _plain(its.tolist()), "values": _plain(values.tolist())}
-            for name, (its, values) in incident.history.items()
-            if values.ndim == 1
+            for name, (its, values) in ((name, incident.history[name]) for name in incident.history.scalars)
         },
         "blind": [_plain(entry._asdict()) for entry in incident.blind],
     }

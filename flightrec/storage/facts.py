@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flightrec.records import Firing, RecordLayout, Representation
+from flightrec.records import Firing, Key, RecordLayout, Representation
 from flightrec.storage import names
 
 
@@ -63,6 +63,8 @@ class IterationFacts:
         partial: the iteration had not ended.
         blind: why its tensors will not be in the tensors file, or empty.
         metrics: values given to ``step(metrics=...)`` and other small facts; anything, unknown types become text.
+        facts: ``step_time_s``, ``data_time_s``, ``optimizer``, ``data``: columns of ``/iterations``.
+        random_states: random number generators as they were when the iteration began, by name: uint8 [n].
     """
 
     attempt: int
@@ -75,6 +77,8 @@ class IterationFacts:
     partial: bool = False
     blind: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    random_states: Mapping[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
 
     def record_paths(self) -> list[str]:
         """Group of each record in the tensors file, empty text for records without bytes; parallel to ``layouts``."""
@@ -86,6 +90,29 @@ class IterationFacts:
             else names.record_path(self.attempt, self.iteration, layout.key, num_microbatches)
             for layout in self.layouts
         ]
+
+
+@dataclass(frozen=True)
+class HistoryPiece:
+    """Statistics of past iterations, n samples in the order in which they were taken.
+
+    Attributes:
+        last: number of the last one.
+        attempts: int64 [n].
+        iterations: int64 [n].
+        plain_series: keys without microbatch.
+        plain: float32 [n, len(PLAIN_STATISTICS), len(plain_series)], NaN for no sample.
+        quantized_series: keys without microbatch; a series whose tensor was quantized only later is in both.
+        quantized: float32 [n, len(HISTORY_STATISTICS), len(quantized_series)].
+    """
+
+    last: int
+    attempts: npt.NDArray[np.int64]
+    iterations: npt.NDArray[np.int64]
+    plain_series: Sequence[Key]
+    plain: npt.NDArray[np.float32]
+    quantized_series: Sequence[Key]
+    quantized: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -101,7 +128,8 @@ class IncidentFacts:
         iterations: in time order.
         quantizers: ``QuantizerInfo.to_json()`` of each, at the position that layouts name.
         blind: what is not in the incident, and why.
-        history: name -> (iterations int64 [n], values [n] or [n, rows]).
+        history: name -> (iterations int64 [n], values [n] or [n, rows]), or (iterations, values, attempts int64 [n]).
+        statistics: the history of the records' statistics, in one or several pieces, a later one with more series.
         tensors_file: name of the tensors file beside this one, empty when none will be written.
         ended: why the incident ended early (``trainer died``), or empty.
     """
@@ -114,7 +142,8 @@ class IncidentFacts:
     iterations: Sequence[IterationFacts]
     quantizers: Sequence[Mapping[str, Any]] = ()
     blind: Sequence[Blind] = ()
-    history: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]] = field(default_factory=dict)
+    history: Mapping[str, tuple[npt.ArrayLike, ...]] = field(default_factory=dict)
+    statistics: Sequence[HistoryPiece] = ()
     tensors_file: str = ""
     ended: str = ""
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import numpy.typing as npt
 
 from flightrec.errors import IncidentError
 from flightrec.records import Firing, Key, Phase, Severity, Stage
-from flightrec.storage import commit, files, schema, text
+from flightrec.storage import commit, files, names, schema, text
 from flightrec.storage.facts import Blind
+from flightrec.storage.series import History
 
 _KEY_COLUMNS = ("layer", "tensor", "part", "microbatch", "phase", "call", "stage")
 _PHASES = {phase.value.encode("ascii"): phase for phase in Phase}
@@ -37,6 +39,11 @@ class Iteration:
         blind: why its tensors are missing, or empty.
         num_records: how many records it has.
         metrics: values given to ``step``.
+        step_time_s: from the ``step`` before to this one, on the host's clock; None if not known, as the next two.
+        data_time_s: from the ``step`` before to the first forward.
+        loss_scale: the metric of this name.
+        optimizer: class, and settings of each group of parameters; scheduler.
+        data: single values given to ``microbatch(data=...)``, by name and microbatch.
     """
 
     attempt: int
@@ -48,6 +55,11 @@ class Iteration:
     blind: str
     num_records: int
     metrics: Mapping[str, Any]
+    step_time_s: float | None = None
+    data_time_s: float | None = None
+    loss_scale: float | None = None
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    data: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -122,9 +134,20 @@ class Rank:
                     blind=self.names[row["blind"]],
                     num_records=int(row["num_records"]),
                     metrics=text.from_json_text(self.names[row["metrics"]]) or {},
+                    **(self._later_columns(row) if "optimizer" in (rows.dtype.names or ()) else {}),
                 )
                 for row in rows
             ]
+
+    def _later_columns(self, row: Any) -> dict[str, Any]:
+        """What ``/iterations`` has since format 1.1."""
+        numbers = {name: float(row[name]) for name in ("step_time_s", "data_time_s", "loss_scale")}
+        data = text.from_json_text(self.names[row["data"]]) or {}
+        return {
+            **{name: None if math.isnan(number) else number for name, number in numbers.items()},
+            "optimizer": text.from_json_text(self.names[row["optimizer"]]) or {},
+            "data": {name: {int(index): value for index, value in by.items()} for name, by in data.items()},
+        }
 
     @cached_property
     def num_microbatches(self) -> dict[tuple[int, int], int]:
@@ -195,15 +218,15 @@ class Rank:
             return text.read_text_table(self._facts, "problems")[1:] if "problems" in self._facts else []
 
     @cached_property
-    def history(self) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
-        """Series by name: iterations int64 [n] and values [n] or [n, rows]."""
-        with files.reading(self.facts_path, "/history"):
-            if "history" not in self._facts:
-                return {}
-            return {
-                text.read_attribute(entry, "name"): (entry["iterations"][()], entry["values"][()])
-                for entry in self._facts["history"].values()
-            }
+    def history(self) -> History:
+        """Loss, metrics and statistics of the past iterations; read when asked for."""
+        return History(self.facts_path, self._facts, self.names)
+
+    def random_states(self, attempt: int, iteration: int) -> dict[str, npt.NDArray[np.uint8]]:
+        """The random number generators' states as an iteration began, by name; empty if none were kept."""
+        path = f"rng/{names.iteration_link(attempt, iteration)}"
+        with files.reading(self.facts_path, path):
+            return {name: state[()] for name, state in self._facts[path].items()} if path in self._facts else {}
 
     @cached_property
     def tensors_problem(self) -> str:

@@ -6,7 +6,7 @@ file is trusted: libhdf5 can crash on a deliberately broken file, so commands re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from flightrec.config.patterns import compile_pattern
-from flightrec.errors import ConfigError, IncidentError
+from flightrec.errors import IncidentError
 from flightrec.records import Firing, Phase, Stage
 from flightrec.storage import files, schema, text
 from flightrec.storage.facts import Blind
 from flightrec.storage.rank import Iteration, Rank
 from flightrec.storage.record import Record
+from flightrec.storage.select import Texts, matching
+from flightrec.storage.series import History
 
-Texts = str | Iterable[str]
 Numbers = int | Iterable[int]
 IncidentT = TypeVar("IncidentT", bound="Incident")
 
@@ -122,8 +122,12 @@ class Incident:
         return [found[time] for time in sorted(found)]
 
     @property
-    def history(self) -> Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[Any]]]:
-        """Series of the first rank by name: iterations int64 [n], values [n] or [n, rows]."""
+    def history(self) -> History:
+        """Loss, metrics and statistics of the past iterations of the first rank; ``ranks[i].history`` of another.
+
+        ``history["loss"]`` is (iterations, values); ``history.series(layer="blocks.0.fc1", tensor="activation")``
+        is one tensor's, with ``["amax"]`` and the other statistics of ``docs/format.md``.
+        """
         return self._first.history
 
     @property
@@ -228,20 +232,6 @@ def list_incidents(directory: str | Path) -> list[Path]:
     if _is_incident(directory):
         return [directory]
     return sorted(folder for folder in directory.iterdir() if folder.is_dir() and _is_incident(folder))
-
-
-def matching(patterns: Texts) -> Callable[[str], bool]:
-    """Give the test whether a text is named by one of the patterns: a glob, ``re:`` and a regex, or the very text.
-
-    Raises:
-        ConfigError: a regular expression is invalid.
-    """
-    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-    try:
-        tests = [compile_pattern(pattern).fullmatch for pattern in wanted]
-    except ValueError as error:
-        raise ConfigError(f"pattern among {wanted}: {error}") from None
-    return lambda value: value in wanted or any(test(value) is not None for test in tests)
 
 
 def _urgency(firing: Firing) -> tuple[int, int, int]:

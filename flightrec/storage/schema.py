@@ -13,7 +13,7 @@ from flightrec.records import Statistic
 FORMAT = "flightrec-incident"
 """Attribute ``format`` of every file of an incident."""
 
-FORMAT_VERSION = "1.0"
+FORMAT_VERSION = "1.1"
 """Attribute ``format_version``: a reader takes every file of its own major version; minor versions only add."""
 
 LIBVER = ("earliest", "v110")
@@ -28,6 +28,29 @@ TEXT_ID = "<u4"
 
 STATISTIC_COLUMNS: tuple[str, ...] = tuple(statistic.name.lower() for statistic in Statistic)
 """Column names of the statistics in ``/records``, in the order of ``records.Statistic``."""
+
+PLAIN_STATISTICS = ("numel", "nan_count", "inf_count", "zero_share", "amax", "rms", "mean")
+"""Statistics that the history has of every series; ``docs/format.md`` has the formulas."""
+
+QUANTIZED_STATISTICS = (
+    "quantized_nan_count",
+    "quantized_inf_count",
+    "quantized_zero_share",
+    "saturated_share",
+    "clipped_share",
+    "underflow_share",
+    "quantization_error",
+    "range_ratio",
+    "history_ratio",
+    "scale_min",
+    "scale_max",
+    "scale_inverse_error",
+    "scale_nonfinite_count",
+    "zero_scale_count",
+)
+"""Those that it has of series with a quantized tensor beside."""
+
+HISTORY_STATISTICS = PLAIN_STATISTICS + QUANTIZED_STATISTICS
 
 _KEY_COLUMNS: list[tuple[str, str]] = [
     ("layer", TEXT_ID),
@@ -71,6 +94,12 @@ ITERATION = np.dtype(
         ("first_record", "<i8"),  # its rows of /records
         ("num_records", "<i8"),
         ("metrics", TEXT_ID),  # JSON object, empty for none
+        # since 1.1:
+        ("step_time_s", "<f8"),  # from the step before to this one; NaN where unknown, as the next two
+        ("data_time_s", "<f8"),  # from the step before to the first forward
+        ("loss_scale", "<f8"),  # the metric of this name
+        ("optimizer", TEXT_ID),  # JSON object, empty for none
+        ("data", TEXT_ID),  # JSON object, empty for none
     ]
 )
 
@@ -100,6 +129,9 @@ BLIND = np.dtype(
         ("reason", TEXT_ID),
     ]
 )
+
+SERIES = np.dtype([column for column in _KEY_COLUMNS if column[0] != "microbatch"])
+"""One row a column of the statistics in ``/history``; since 1.1."""
 
 QUANTIZER = np.dtype(
     [

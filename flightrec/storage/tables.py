@@ -16,13 +16,11 @@ import numpy.typing as npt
 
 from flightrec.errors import FormatError
 from flightrec.records import NO_MICROBATCH, NUM_STATISTICS, Firing, Key, RecordLayout
-from flightrec.storage import names, schema, text
+from flightrec.storage import history, schema, text
 from flightrec.storage.facts import Blind, Identity, IncidentFacts, IterationFacts, RankFiles
 
 RecordRows = Mapping[tuple[int, int, Key], int]
 """(attempt, iteration, key) -> row of ``/records``."""
-
-_HISTORY_CHUNK = (250, 256)
 
 
 def root_attributes(kind: str, identity: Identity) -> dict[str, Any]:
@@ -66,7 +64,8 @@ def fill_facts(file: h5py.File, facts: IncidentFacts) -> None:
     _fill_trigger(file, facts.trigger, primary, int(fired[primary]["record"]))
     file.create_dataset("quantizers", data=_quantizer_rows(facts.quantizers, table, problems))
     file.create_dataset("blind", data=blind_rows(facts.blind, table))
-    _fill_history(file, facts.history, problems)
+    history.fill_history(file, facts.history, facts.statistics, table, problems)
+    history.fill_random_states(file, facts.iterations)
     table.write(file)
     if problems:
         found = text.TextTable()
@@ -220,10 +219,20 @@ def _iteration_rows(
             first,
             len(facts.layouts),
             table.add_json(facts.metrics) if facts.metrics else 0,
+            *(_number(source.get(name)) for source, name in _numbers_of(facts)),
+            *(table.add_json(facts.facts[name]) if facts.facts.get(name) else 0 for name in ("optimizer", "data")),
         )
         for facts, first in zip(iterations, first_records, strict=True)
     ]
     return np.array(rows, dtype=schema.ITERATION)
+
+
+def _numbers_of(facts: IterationFacts) -> list[tuple[Mapping[str, Any], str]]:
+    return [(facts.facts, "step_time_s"), (facts.facts, "data_time_s"), (facts.metrics, "loss_scale")]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else math.nan
 
 
 def _quantizer_rows(
@@ -266,44 +275,3 @@ def _fill_trigger(file: h5py.File, trigger: Firing, primary: int, record: int) -
         if key.microbatch != NO_MICROBATCH:
             values["microbatch"] = np.int64(key.microbatch)
     text.write_attributes(file.create_group("trigger"), values)
-
-
-def _fill_history(
-    file: h5py.File, history: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]], problems: list[str]
-) -> None:
-    if not history:
-        return
-    group = file.create_group("history")
-    for name, series in history.items():
-        _try_series(group, name, series, problems)
-    if not len(group):
-        return
-    default = "loss" if "loss" in group else next(iter(group))
-    text.write_attributes(group, {"NX_class": "NXentry", "default": default})
-    text.write_attributes(file, {"NX_class": "NXroot", "default": "history"})
-
-
-def _try_series(group: h5py.Group, name: str, series: tuple[npt.ArrayLike, npt.ArrayLike], problems: list[str]) -> None:
-    try:
-        _fill_series(group, name, series)
-    except Exception as error:  # one bad series must not lose the rest of the file
-        problems.append(f"history of {name!r}: {type(error).__name__}: {error}")
-
-
-def _fill_series(group: h5py.Group, name: str, series: tuple[npt.ArrayLike, npt.ArrayLike]) -> None:
-    iterations, values = np.asarray(series[0], dtype=np.int64), np.asarray(series[1])
-    if values.dtype.kind not in "biuf" or iterations.ndim != 1 or values.shape[:1] != iterations.shape:
-        raise FormatError(f"{iterations.shape} iterations with {values.shape} values of {values.dtype}")
-    if values.dtype.kind == "b":
-        values = values.astype("u1")
-    chunks = None
-    if values.ndim == 2 and values.size > math.prod(_HISTORY_CHUNK):
-        chunks = tuple(min(size, chunk) for size, chunk in zip(values.shape, _HISTORY_CHUNK, strict=True))
-    entry = group.create_group(names.escape(name))
-    text.write_attributes(entry, {"NX_class": "NXdata", "signal": "values", "name": name})
-    axis = entry.create_dataset("iterations", data=iterations)
-    signal = entry.create_dataset("values", data=values, chunks=chunks)
-    axis.make_scale("iterations")
-    signal.dims[0].attach_scale(axis)
-    axes = ["iterations"] + ["."] * (values.ndim - 1)
-    entry.attrs.create("axes", np.array(axes, dtype=object), dtype=h5py.string_dtype("utf-8"))

@@ -19,6 +19,7 @@ from typing import Any
 from flightrec.records import RecordLayout
 from flightrec.storage.facts import Blind
 from flightrec.writer import folders, launch
+from flightrec.writer.history import HistoryMemory
 from flightrec.writer.incident import NEVER_ARRIVED, Incident, Payload, RunFacts
 from flightrec.writer.shared import Message
 
@@ -34,10 +35,17 @@ class Assembler:
     Args:
         staging: the staging arena.
         tell: sends an answer (kind, header) to the trainer.
+        history: statistics of past iterations, if the trainer keeps any.
     """
 
-    def __init__(self, staging: memoryview, tell: Callable[[str, dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        staging: memoryview,
+        tell: Callable[[str, dict[str, Any]], None],
+        history: HistoryMemory | None = None,
+    ) -> None:
         self._staging = staging
+        self._history = history
         self._tell = tell
         self._run = RunFacts(Path(), {})
         self._incidents: dict[int, Incident] = {}
@@ -118,6 +126,7 @@ class Assembler:
     def _config(self, message: Message) -> None:
         self._run.config_text = message.header["text"]
         self._run.environment = message.header["environment"]
+        self._run.surroundings.ask(self._run.environment)
 
     def _layouts(self, message: Message) -> None:
         for data in message.header["layouts"]:
@@ -129,7 +138,7 @@ class Assembler:
             self._run.quantizers[number] = data
 
     def _open(self, message: Message) -> None:
-        incident = Incident(message, self._run)
+        incident = Incident(message, self._run, self._history)
         self._incidents[incident.number] = incident
 
     def _iteration(self, message: Message) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from flightrec.errors import WriterError
 from flightrec.writer import launch, shared
 from flightrec.writer.arena import Arena
+from flightrec.writer.history import HistoryMemory
 from flightrec.writer.shared import DamagedMessageError, Message, SharedMemory
 
 logger = logging.getLogger("flightrec")
@@ -47,10 +48,14 @@ class WriterClient:
         staging: writable ``memoryview`` (format ``B``) of the staging arena; may be pinned by the caller.
         mode: ``process`` or ``thread``.
         pid: the writer's process, or our own in thread mode.
+        history: statistics of past iterations that the writer reads, if there are any; the caller's.
     """
 
-    def __init__(self, memory: SharedMemory, doorbell: socket.socket, mode: Mode) -> None:
+    def __init__(
+        self, memory: SharedMemory, doorbell: socket.socket, mode: Mode, history: HistoryMemory | None = None
+    ) -> None:
         self.mode: Mode = mode
+        self.history = history
         self.pid = os.getpid()
         self._memory = memory
         self._doorbell: socket.socket | None = doorbell
@@ -75,6 +80,7 @@ class WriterClient:
         staging_bytes: int,
         mode: Mode = "process",
         disk_quota_bytes: int | None = None,
+        history: HistoryMemory | None = None,
         inbox_bytes: int = shared.INBOX_BYTES,
         outbox_bytes: int = shared.OUTBOX_BYTES,
     ) -> WriterClient:
@@ -86,6 +92,7 @@ class WriterClient:
             staging_bytes: size of the staging arena; untouched pages take no memory.
             mode: ``process``, or ``thread`` where none can be started (it slows the trainer, and dies with it).
             disk_quota_bytes: bytes that the run's incidents may take in ``directory``.
+            history: statistics of past iterations, which the writer reads when an incident opens; stays the caller's.
             inbox_bytes: ring for messages to the writer: the largest message must fit.
             outbox_bytes: ring for messages from the writer.
 
@@ -102,7 +109,7 @@ class WriterClient:
                 f"no shared memory of {staging_bytes} bytes for the writer: {error}; lower incident.staging_memory"
             ) from error
         ours.setblocking(False)
-        client = cls(memory, ours, mode)
+        client = cls(memory, ours, mode, history)
         header = {
             "directory": os.path.abspath(os.fspath(directory)),
             "identity": dict(identity),
@@ -122,8 +129,9 @@ class WriterClient:
             pidfd = os.pidfd_open(os.getpid())
         except (AttributeError, OSError):
             pidfd = -1  # the writer then watches its parent's number
-        fds = [self._memory.fd, theirs.fileno(), *([pidfd] if pidfd >= 0 else [])]
-        numbers = (self._memory.fd, theirs.fileno(), pidfd, os.getpid())
+        history_fd = -1 if self.history is None else self.history.fd
+        fds = [fd for fd in (self._memory.fd, theirs.fileno(), pidfd, history_fd) if fd >= 0]
+        numbers = (self._memory.fd, theirs.fileno(), pidfd, os.getpid(), history_fd)
         try:
             self._process = subprocess.Popen(
                 launch.command("flightrec.writer.process", *map(str, numbers)),
@@ -150,7 +158,7 @@ class WriterClient:
     def _start_thread(self, theirs: socket.socket) -> None:
         from flightrec.writer import process  # h5py and numpy: only a writer needs them
 
-        loop = process.WriterLoop(self._memory, theirs)
+        loop = process.WriterLoop(self._memory, theirs, history=self.history)
         self._thread = threading.Thread(target=loop.run_in_thread, name="flightrec-writer", daemon=True)
         self._thread.start()
 
@@ -325,6 +333,8 @@ class WriterClient:
             self._doorbell.close()
             self._doorbell = None
         self._memory.close()
+        if self.history is not None:
+            self.history.close()
         if self._process is not None:
             self._process.returncode = 0  # not our child: never wait for it, never warn about it
         if self._log_fd >= 0:

@@ -16,11 +16,13 @@ import numpy.typing as npt
 
 from flightrec.errors import FormatError
 from flightrec.records import NUM_STATISTICS, Firing, RecordLayout, Severity
-from flightrec.storage.facts import Blind, Identity, IncidentFacts, RankFiles
+from flightrec.storage.facts import Blind, HistoryPiece, Identity, IncidentFacts, RankFiles
 from flightrec.storage.write import TensorsFile, write_facts, write_index
 from flightrec.writer import folders, messages
+from flightrec.writer.history import HistoryMemory
 from flightrec.writer.iteration import Iteration, component_buffers
 from flightrec.writer.shared import Message
+from flightrec.writer.surroundings import Surroundings
 
 NEVER_ARRIVED = "its bytes never reached the writer"
 
@@ -46,6 +48,7 @@ class RunFacts:
     layouts: dict[int, RecordLayout] = field(default_factory=dict)
     quantizers: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     used_names: set[str] = field(default_factory=set)
+    surroundings: Surroundings = field(default_factory=Surroundings)
 
     @property
     def run_id(self) -> str:
@@ -83,9 +86,10 @@ class Incident:
     Args:
         message: the ``open`` message.
         run: what is the same for all incidents; read until the facts are written.
+        memory: statistics of past iterations: read now, and once more for what came since when the facts are written.
     """
 
-    def __init__(self, message: Message, run: RunFacts) -> None:
+    def __init__(self, message: Message, run: RunFacts, memory: HistoryMemory | None = None) -> None:
         header = message.header
         self.run = run
         self.number: int = header["incident"]
@@ -96,6 +100,9 @@ class Incident:
         self.history = _history(message)
         self.iterations: dict[int, Iteration] = {}
         self.blind: list[Blind] = []
+        self._memory = memory
+        self._statistics: list[HistoryPiece] = []
+        self._read_statistics()
         self.late_firings: list[Mapping[str, Any]] = []
         self.waiting: list[Payload] = []
         self.folder: Path | None = None
@@ -105,6 +112,7 @@ class Incident:
         self.tensors: TensorsFile | None = None
         self.error = ""
         self._began_s = time.monotonic()
+        run.surroundings.ask(run.environment)
 
     @property
     def facts_committed(self) -> bool:
@@ -126,7 +134,10 @@ class Incident:
             self.blind.append(Blind(header["attempt"], header["iteration"], "", "", reason))
             rows = rows[known]
         layouts = [self.run.layouts[ids[number]] for number in known]
-        self.iterations.setdefault(header["tick"], Iteration(header)).append(header, layouts, rows)
+        iteration = self.iterations.setdefault(header["tick"], Iteration(header))
+        iteration.append(header, layouts, rows)
+        for name, state in zip(header["random_states"], message.blobs[2:], strict=True):
+            iteration.random_states[name] = np.frombuffer(state, dtype=np.uint8)
 
     def write_facts(self, ended: str = "") -> None:
         """Write and commit the facts file, then begin the tensors file.
@@ -136,6 +147,7 @@ class Incident:
             WriterError: the facts cannot be written; nothing is left under a final name.
         """
         run = self.run
+        self._read_statistics()
         if ended:  # the trainer had no time to name the gravest one
             self.trigger_json = self._gravest()
         trigger = messages.firing_from_json(self.trigger_json)
@@ -157,20 +169,21 @@ class Incident:
         facts = IncidentFacts(
             identity=self.identity,
             config_text=run.config_text,
-            environment={**run.environment, **self.extra},
+            environment={**run.surroundings.facts(run.environment), **self.extra},
             trigger=self._firing(self.trigger_json),
             firings=[self._firing(data) for data in self.firings_json],
             iterations=facts_of,
             quantizers=run.quantizer_rows(),
             blind=self.blind,
             history=self.history,
+            statistics=self._statistics,
             tensors_file="" if problem else self.tensors_name,
             ended=ended,
         )
         write_facts(self.folder / f"{stem}.facts.h5", facts)
         self.facts_name = f"{stem}.facts.h5"
         self.blind = []  # told; what comes now goes into the tensors file
-        self.history = {}
+        self.history, self._statistics = {}, []
         if problem:
             self.error = problem
         else:
@@ -253,6 +266,17 @@ class Incident:
             else:
                 iteration.written.add(sequence)
 
+    def _read_statistics(self) -> None:
+        """Copy what the history has beyond what was copied before; an error is told as blind."""
+        if self._memory is None:
+            return
+        try:
+            self._statistics.append(self._memory.read(self._statistics[-1].last if self._statistics else 0))
+        except Exception as error:
+            self._memory = None
+            reason = f"the history of statistics cannot be read: {type(error).__name__}: {error}"
+            self.blind.append(Blind(-1, -1, "", "history", reason))
+
     def _gravest(self) -> Mapping[str, Any]:
         """The trigger, or the first graver firing since."""
 
@@ -287,7 +311,8 @@ class Incident:
             for layout, path in zip(iteration.layouts, iteration.paths, strict=True)
             if path
         )
-        needed = sum(sizes) + folders.RESERVE_BYTES
+        history = sum(piece.plain.nbytes + piece.quantized.nbytes for piece in self._statistics)
+        needed = sum(sizes) + history + folders.RESERVE_BYTES
         if run.disk_quota_bytes is not None:
             rule = self.trigger_json["rule"]
             if not folders.make_room(run.directory, run.run_id, run.rank, rule, needed, run.disk_quota_bytes):
@@ -298,9 +323,12 @@ class Incident:
         return ""
 
 
-def _history(message: Message) -> dict[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]]:
-    history = {}
-    for number, (name, shape) in enumerate(message.header["history"]):
-        iterations = np.frombuffer(message.blobs[2 * number], dtype=np.int64)
-        history[name] = (iterations, np.frombuffer(message.blobs[2 * number + 1], dtype=np.float64).reshape(shape))
+def _history(message: Message) -> dict[str, tuple[npt.NDArray[Any], ...]]:
+    history: dict[str, tuple[npt.NDArray[Any], ...]] = {}
+    blobs = iter(message.blobs)
+    for name, shape, has_attempts in message.header["history"]:
+        iterations = np.frombuffer(next(blobs), dtype=np.int64)
+        values = np.frombuffer(next(blobs), dtype=np.float64).reshape(shape)
+        attempts = (np.frombuffer(next(blobs), dtype=np.int64),) if has_attempts else ()
+        history[name] = (iterations, values, *attempts)
     return history

@@ -29,6 +29,7 @@ class Iteration:
         self.by_segment: dict[int, list[int]] = {}
         self.written: set[int] = set()
         self.complete = False
+        self.random_states: dict[str, npt.NDArray[np.uint8]] = {}
         self._sequences: dict[Key, int] | None = None
 
     @property
@@ -58,6 +59,8 @@ class Iteration:
             partial=bool(header["partial"]),
             blind=str(header["blind"]),
             metrics=header["metrics"],
+            facts=header.get("facts") or {},
+            random_states=self.random_states,
         )
         self.first_record = first_record
         self.paths = facts.record_paths()

@@ -96,7 +96,7 @@ def open_incident(
     trigger: Firing,
     firings: Sequence[Firing] = (),
     *,
-    history: Mapping[str, tuple[npt.ArrayLike, npt.ArrayLike]] | None = None,
+    history: Mapping[str, tuple[npt.ArrayLike, ...]] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Outgoing:
     """Begin an incident.
@@ -105,7 +105,7 @@ def open_incident(
         incident: the trainer's number for it, not used before.
         trigger: the primary firing; names the incident.
         firings: all firings known so far, the primary one among them or not.
-        history: name to (iterations int64 [n], values float64 [n] or [n, m]).
+        history: name to (iterations int64 [n], values float64 [n] or [n, m]) and, if known, attempts int64 [n].
         extra: JSON-able facts of this incident, stored with the environment (``stack``, ``exception``, ...).
     """
     header: dict[str, Any] = {
@@ -117,10 +117,11 @@ def open_incident(
         "history": [],
     }
     blobs: list[Any] = []
-    for name, (iterations, values) in (history or {}).items():
+    for name, (iterations, values, *attempts) in (history or {}).items():
         array = np.ascontiguousarray(values, dtype=np.float64)
-        header["history"].append([name, list(array.shape)])
+        header["history"].append([name, list(array.shape), bool(attempts)])
         blobs += [np.ascontiguousarray(iterations, dtype=np.int64), array]
+        blobs += [np.ascontiguousarray(known, dtype=np.int64) for known in attempts]
     return "open", header, tuple(blobs)
 
 
@@ -137,6 +138,8 @@ def iteration(
     partial: bool = False,
     blind: str = "",
     metrics: Mapping[str, float] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    random_states: Mapping[str, npt.NDArray[np.uint8]] | None = None,
 ) -> Outgoing:
     """One recorded iteration: which records it has, in sequence order, and their statistics.
 
@@ -154,7 +157,10 @@ def iteration(
         partial: records are missing that a complete iteration has.
         blind: why the iteration's records are missing or have no bytes, or empty.
         metrics: further numbers of this iteration.
+        facts: as ``storage.facts.IterationFacts`` has them.
+        random_states: likewise, uint8 [n] each.
     """
+    states = dict(random_states or {})
     ids = np.ascontiguousarray(layout_ids, dtype=np.int32)
     rows = np.ascontiguousarray(statistics, dtype=np.float64).reshape(-1, NUM_STATISTICS)
     assert ids.ndim == 1
@@ -169,8 +175,10 @@ def iteration(
         "partial": partial,
         "blind": blind,
         "metrics": dict(metrics or {}),
+        "facts": dict(facts or {}),
+        "random_states": list(states),
     }
-    return "iteration", header, (ids, rows)
+    return "iteration", header, (ids, rows, *(np.ascontiguousarray(state, dtype=np.uint8) for state in states.values()))
 
 
 def facts_end(

@@ -25,6 +25,7 @@ from typing import Any
 
 from flightrec.writer import shared
 from flightrec.writer.assemble import Assembler
+from flightrec.writer.history import HistoryMemory
 from flightrec.writer.shared import DamagedMessageError, Message, SharedMemory
 
 logger = logging.getLogger("flightrec.writer")
@@ -47,17 +48,23 @@ class WriterLoop:
         doorbell: our end; readable when there is a message, at its end when the trainer closed its own.
         trainer_fd: pidfd of the trainer, -1 for none.
         trainer_pid: its number, to compare with our parent's where there is no pidfd; 0 in the trainer's own process.
+        history: statistics of past iterations.
     """
 
     def __init__(
-        self, memory: SharedMemory, doorbell: socket.socket, trainer_fd: int = -1, trainer_pid: int = 0
+        self,
+        memory: SharedMemory,
+        doorbell: socket.socket,
+        trainer_fd: int = -1,
+        trainer_pid: int = 0,
+        history: HistoryMemory | None = None,
     ) -> None:
         self._memory = memory
         self._doorbell = doorbell
         self._trainer_fd = trainer_fd
         self._trainer_pid = trainer_pid
         self._answers: deque[list[bytes | memoryview]] = deque()
-        self._assembler = Assembler(memory.staging, self._tell)
+        self._assembler = Assembler(memory.staging, self._tell, history)
         self._stop = False
         self._poller = select.poll()
         self._poller.register(doorbell, select.POLLIN)
@@ -156,15 +163,16 @@ class WriterLoop:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the writer process: memory descriptor, socket descriptor, pidfd or -1, the trainer's number."""
+    """Run the writer process: memory, socket, pidfd or -1, the trainer's number, history memory or -1."""
     for name in _IGNORED_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(format="%(asctime)s %(message)s")
     _lower_priority()
-    memory_fd, socket_fd, trainer_fd, trainer_pid = map(int, arguments)
+    memory_fd, socket_fd, trainer_fd, trainer_pid, history_fd = map(int, arguments)
     memory = SharedMemory.attach(memory_fd)
-    WriterLoop(memory, socket.socket(fileno=socket_fd), trainer_fd, trainer_pid).run()
+    history = HistoryMemory.attach(history_fd) if history_fd >= 0 else None
+    WriterLoop(memory, socket.socket(fileno=socket_fd), trainer_fd, trainer_pid, history).run()
     return 0
 
 
