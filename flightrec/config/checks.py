@@ -57,7 +57,7 @@ def blind_reason(select: Sequence[Selection], rule: AnyRule) -> tuple[str, str] 
     """Why a rule can see nothing of what ``select`` records: the key to change and a message; None when it can."""
     if not isinstance(rule, DeviceRule) or ALWAYS_RECORDED & set(rule.tensors):
         return None
-    recorded = {tensor for entry in select for tensor in entry.tensors}
+    recorded = {tensor for entry in select for tensor in entry.tensors if entry.records(tensor)}
     if not recorded & set(rule.tensors):
         return "tensors", (
             f"the rule {rule.name} looks at {', '.join(rule.tensors)}, but select records only "
