@@ -197,8 +197,8 @@ class Config(ConfigModel):
     ) -> Selection | None:
         """What is kept of a tensor, or None when it is not recorded. Cached: cheap enough for a hook.
 
-        The first entry of ``select`` that matches layer and tensor decides, also about phase and stage. The loss and metrics
-        are recorded in every iteration, whether an entry names them or not.
+        The first entry of ``select`` that matches layer and tensor decides, also about phase and stage. The loss and
+        metrics are recorded in every iteration, whether an entry names them or not.
         """
         return self._shared_matcher.selects(layer, tensor, phase, stage)
 
