@@ -21,6 +21,10 @@ from flightrec.startup import device_of
 class Attachment:
     """A model that is watched.
 
+    Attributes:
+        device: of the model.
+        watches_scaler: an enabled gradient scaler was given.
+
     Args:
         model: whose modules are the layers.
         capture: where tensors go.
@@ -37,8 +41,8 @@ class Attachment:
         self._capture = capture
         self._sources: list[AnySource] = choose_sources(model, capture)
         self._scaler = None if scaler is None else ScalerWatch(scaler, capture)
-        has_scaler = self._scaler is not None and self._scaler.is_enabled
-        gradients = GradientStages(model, capture, _several(optimizer), has_scaler)
+        self.watches_scaler = self._scaler is not None and self._scaler.is_enabled
+        gradients = GradientStages(model, capture, _several(optimizer), self.watches_scaler)
         if gradients.has_work:
             self._sources.append(gradients)
             if self._scaler is not None:

@@ -118,6 +118,11 @@ class Recorder:
                 "Make one module that holds all models, or a Recorder for each."
             )
         attachment = Attachment(model, self._capture, optimizer, scaler)
+        if attachment.watches_scaler and all(rule.kind != "loss_scale_collapse" for rule in self._config.triggers):
+            logger.warning(
+                "flightrec: steps that the scaler skips are no fault, and no rule loss_scale_collapse tells when it "
+                "skips all of them for ever; add {kind: loss_scale_collapse} to triggers"
+            )
         device, engine = attachment.device, self._capture.engine
         if engine is not None and engine.device != device:
             raise AttachError(f"attach: the model is on {device}, but tensors were recorded on {engine.device} before")
