@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import warnings
 
 import pytest
@@ -120,7 +121,7 @@ def test_what_lies_over_ours_stays_and_passes_through():
     heard = Heard()
     clipping.listen(heard)
     ours = utils.clip_grad_value_
-    utils.clip_grad_value_ = theirs = lambda *args: ours(*args)
+    utils.clip_grad_value_ = theirs = functools.partial(ours)
     try:
         clipping.stop_listening(heard)
         assert utils.clip_grad_value_ is theirs
@@ -133,7 +134,6 @@ def test_what_lies_over_ours_stays_and_passes_through():
 
 
 def test_nothing_is_told_while_torch_traces():
-    (parameter,) = parameters(1)
     with Heard() as heard, torch._subclasses.fake_tensor.FakeTensorMode():
         fake = nn.Parameter(torch.ones(3))
         fake.grad = torch.ones(3)
