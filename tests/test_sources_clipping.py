@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -131,6 +133,22 @@ def test_what_lies_over_ours_stays_and_passes_through():
         assert not heard.calls
     finally:
         utils.clip_grad_value_ = original
+
+
+def test_a_listener_that_was_dropped_is_forgotten():
+    heard = Heard()
+    clipping.listen(heard)
+    gone = weakref.ref(heard)
+    del heard
+    gc.collect()
+    assert gone() is None
+    (parameter,) = parameters(1)
+    utils.clip_grad_value_(parameter, 1.0)
+    assert parameter.grad.max() == 1
+    with Heard():
+        pass
+    assert utils.clip_grad_value_.__module__ == "torch.nn.utils.clip_grad"
+    assert utils.clip_grad_value_ is clip_grad.clip_grad_value_
 
 
 def test_nothing_is_told_while_torch_traces():

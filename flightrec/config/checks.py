@@ -63,7 +63,8 @@ def blind_reason(select: Sequence[Selection], rule: AnyRule) -> tuple[str, str] 
             f"the rule {rule.name} looks at {', '.join(rule.tensors)}, but select records only "
             f"{', '.join(sorted(recorded))}; add one of them to select, with keep: [statistics] if bytes do not matter"
         )
-    phases = {phase for entry in select if set(entry.tensors) & set(rule.tensors) for phase in entry.phases}
+    seen = [entry for entry in select if any(entry.records(tensor) for tensor in rule.tensors)]
+    phases = {phase for entry in seen for phase in entry.phases}
     if not phases & set(rule.phases):
         wanted, there = (", ".join(sorted(phase.value for phase in some)) for some in (rule.phases, phases))
         return "phases", (

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
@@ -37,14 +38,14 @@ _NAMES = (
 )
 
 _lock = threading.Lock()
-_listeners: list[Listener] = []
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()  # weak: a recorder that was dropped holds no model
 _replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  # where, name, original, ours
 
 
 def listen(listener: Listener) -> None:
-    """Tell ``listener`` from now on; the first one replaces the functions that this version of torch has."""
+    """Tell ``listener``, which is held weakly, from now on; the first one replaces the functions that this version of torch has."""
     with _lock:
-        _listeners.append(listener)
+        _listeners.add(listener)
         for module, name in () if _replaced else _NAMES:
             original = getattr(module, name, None)
             if callable(original):
@@ -56,8 +57,7 @@ def listen(listener: Listener) -> None:
 def stop_listening(listener: Listener) -> None:
     """Stop to tell ``listener``; the last one puts back what is still ours. What lies over ours passes through it."""
     with _lock:
-        if listener in _listeners:
-            _listeners.remove(listener)
+        _listeners.discard(listener)
         while not _listeners and _replaced:
             module, name, original, ours = _replaced.pop()
             if getattr(module, name, None) is ours:
