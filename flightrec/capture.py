@@ -58,9 +58,9 @@ class Capture:
         """The current microbatch, ``NO_MICROBATCH`` before the first one of an iteration."""
         return self._microbatch
 
-    def selects(self, layer: str, tensor: str, phase: Phase) -> Selection | None:
+    def selects(self, layer: str, tensor: str, phase: Phase, stage: Stage | None = None) -> Selection | None:
         """What of this tensor is kept, or None."""
-        return self._config.selects(layer, tensor, phase)
+        return self._config.selects(layer, tensor, phase, stage)
 
     def capture(
         self,
@@ -85,7 +85,7 @@ class Capture:
         if self._dead_parts and name in self._dead_parts:
             return
         try:
-            selection = self._config.selects(layer, tensor, phase)
+            selection = self._config.selects(layer, tensor, phase, stage)
             if selection is None or (selection.every > 1 and self.iteration % selection.every):
                 return
             if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -12,7 +12,7 @@ import logging
 import operator
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -100,7 +100,7 @@ class Recorder:
         self,
         model: torch.nn.Module,
         *,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
         scaler: object | None = None,
         scheduler: object | None = None,
     ) -> None:
@@ -108,31 +108,32 @@ class Recorder:
 
         Args:
             model: any module; its qualified module names are the layers.
-            optimizer: its settings (learning rates, betas, ...) go into incidents, as each step used them.
-            scaler: likewise, with a warning: the infinities of steps that it skips are not told from others yet.
+            optimizer: one or several; their settings (learning rates, betas, ...) go into incidents, as each step used
+                them. Needed for gradients at stages ``reduced`` and ``clipped``.
+            scaler: a ``GradScaler``; the steps that it skips are no fault, its scale and skips become metrics.
             scheduler: its position goes into incidents.
 
         Raises:
             AttachError: attached before or closed, no parameters on one real device, or nothing of it is selected.
         """
-        if scaler is not None:
-            logger.warning(
-                "flightrec: attach(scaler=) is not used by this version: gradients that overflow in a step that it "
-                "skips fire `nonfinite`. Let that rule watch activation, weight, output and loss to keep it quiet."
-            )
         if self._attachment is not None or self._closed:
             raise AttachError(
                 "attach: this Recorder is closed or watches a model already; expected one model. "
                 "Make one module that holds all models, or a Recorder for each."
             )
-        attachment = Attachment(model, self._capture)
+        attachment = Attachment(model, self._capture, optimizer, scaler)
+        if attachment.watches_scaler and all(rule.kind != "loss_scale_collapse" for rule in self._config.triggers):
+            logger.warning(
+                "flightrec: steps that the scaler skips are no fault, and no rule loss_scale_collapse tells when it "
+                "skips all of them for ever; add {kind: loss_scale_collapse} to triggers"
+            )
         device, engine = attachment.device, self._capture.engine
         if engine is not None and engine.device != device:
             raise AttachError(f"attach: the model is on {device}, but tensors were recorded on {engine.device} before")
         self._make_engine(device, model)
         attachment.attach()
         self._attachment = attachment
-        self._facts.watch(device, optimizer, scheduler)
+        self._facts.watch(device, attachment.optimizers, scheduler)
         logger.info(
             "flightrec: recording %s on %s, %d iterations, everything that is selected in every iteration; incidents "
             "go to %s",
@@ -311,6 +312,7 @@ class Recorder:
                 if self._host_rules.has_reasons:
                     logger.warning("flightrec: nothing was recorded, so that trigger() wrote no incident")
             else:
+                self._keep_scalars_of_attachment()
                 info = None if capture.off else self._info(partial=True)
                 capture.off = True
                 if not engine.close(info, self._host_firings() if info else (), DRAIN_TIMEOUT_S):
@@ -342,12 +344,22 @@ class Recorder:
             for name, value in metrics.items():
                 if self._have_engine(value):
                     capture.keep_scalar("metric", str(name), value, NO_MICROBATCH, Stage.AFTER_STEP)
+        self._keep_scalars_of_attachment(metrics)
         if capture.engine is not None:
             capture.engine.step(self._info(), self._host_firings())
         self._tick += 1
         self._highest_iteration = max(self._highest_iteration, capture.iteration)
         capture.end_iteration(capture.iteration + 1)
         self._facts.begin()
+
+    def _keep_scalars_of_attachment(self, given: Mapping[str, object] | tuple[()] = ()) -> None:
+        """Record what the scaler did in this iteration, less what the user gave under the same name."""
+        if self._attachment is None:
+            return
+        with self._capture.guard("metrics of the scaler"):
+            for name, value in self._attachment.scalars().items():
+                if name not in given:
+                    self._capture.keep_scalar("metric", name, value, NO_MICROBATCH, Stage.AFTER_STEP)
 
     def _info(self, *, partial: bool = False) -> TickInfo:
         facts, states = self._facts.end()
@@ -369,6 +381,7 @@ class Recorder:
             )
             if firing is None:
                 return
+            self._keep_scalars_of_attachment()
             facts = {**environment(engine.device), "exception": type(error).__qualname__, "stack": stack_of(error)}
             engine.flusher.send_config(self._config.text, facts)
             if not engine.fault(self._info(partial=True), [*self._host_firings(), firing], DRAIN_TIMEOUT_S):
@@ -407,7 +420,7 @@ class Recorder:
             on_failure=self._rule_failed,
         )
         engine.flusher.send_config(self._config.text, environment(device, model))
-        self._facts.watch(device, None, None)
+        self._facts.watch(device, (), None)
         if self._loaded is not None:
             engine.load_state_dict(self._loaded)
         self._capture.set_engine(engine)

@@ -14,6 +14,10 @@ NO_MICROBATCH = -1
 """``Key.microbatch`` of records that belong to a whole iteration (parameters, metrics, the loss given to ``step``)."""
 
 
+LOSS_SCALE, SKIPPED_STEP = "loss_scale", "skipped_step"
+"""Metrics that a gradient scaler given to ``attach`` makes: the iteration's scale; 1 if it skipped a step, else 0."""
+
+
 class Phase(str, enum.Enum):
     """What the model was doing when a tensor was seen."""
 

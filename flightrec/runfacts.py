@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,29 +42,28 @@ class RunFacts:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._optimizer: object | None = None
+        self._optimizers: Sequence[object] = ()
         self._scheduler: object | None = None
-        self._hook: Any = None
-        self._settings: dict[str, Any] = {}
+        self._hooks: list[Any] = []
+        self._settings: dict[int, dict[str, Any]] = {}
         self._device: torch.device | None = None
         self._states: States = {}
         self._stepped_s: float | None = None
         self._began_s: float | None = None
         self._forward_s: float | None = None
 
-    def watch(self, device: torch.device, optimizer: object | None, scheduler: object | None) -> None:
+    def watch(self, device: torch.device, optimizers: Sequence[object], scheduler: object | None) -> None:
         """Take what ``attach`` was given, if it is called; the first iteration begins.
 
         Args:
             device: where tensors are recorded.
-            optimizer: anything with ``param_groups``; with step hooks its settings are those that the step used.
+            optimizers: anything with ``param_groups``; with step hooks the settings are those that the step used.
             scheduler: anything.
         """
-        self._optimizer, self._scheduler = optimizer, scheduler
+        self._optimizers, self._scheduler = optimizers, scheduler
         with self._guard("the optimizer's settings"):
-            register = getattr(optimizer, "register_step_pre_hook", None)
-            if register is not None:
-                self._hook = register(self._before_optimizer_step)
+            registers = [getattr(optimizer, "register_step_pre_hook", None) for optimizer in optimizers]
+            self._hooks = [register(self._before_optimizer_step) for register in registers if register is not None]
         self._device = device
         self.begin()
 
@@ -98,10 +97,9 @@ class RunFacts:
             facts["data_time_s"] = self._forward_s - self._began_s
         self._stepped_s = now
         with self._guard("the optimizer's settings"):
-            if not self._settings and self._optimizer is not None:
-                self._settings = settings_of(self._optimizer)
-            if self._settings:
-                facts["optimizer"] = self._settings
+            if self._optimizers:
+                every = [self._settings.get(id(one)) or settings_of(one) for one in self._optimizers]
+                facts["optimizer"] = every[0] if len(every) == 1 else _settings_together(every)
         with self._guard("the scheduler's position"):
             if self._scheduler is not None:
                 facts.setdefault("optimizer", {})["scheduler"] = _scheduler_facts(self._scheduler)
@@ -111,16 +109,16 @@ class RunFacts:
     def stop(self) -> None:
         """Remove the hook. Never raises."""
         with self._guard("the optimizer's settings"):
-            if self._hook is not None:
-                self._hook.remove()
-        self._hook = self._optimizer = self._scheduler = None
+            for hook in self._hooks:
+                hook.remove()
+        self._hooks, self._optimizers, self._scheduler = [], (), None
 
     def _before_optimizer_step(self, optimizer: object, *_: object) -> None:
         """The settings that this step uses: a scheduler may change them before ``Recorder.step`` is called."""
         if torch.compiler.is_compiling():
             return
         with self._guard("the optimizer's settings"):
-            self._settings = settings_of(optimizer)
+            self._settings[id(optimizer)] = settings_of(optimizer)
 
     def _read_states(self, suffix: str) -> None:
         """Keep the states; with a suffix only those that are no longer what they were when the iteration began."""
@@ -232,6 +230,12 @@ def settings_of(optimizer: object) -> dict[str, Any]:
     if len(groups) > MAX_GROUPS:
         facts["num_groups"] = len(groups)
     return facts
+
+
+def _settings_together(every: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of several optimizers: one list of groups, each with the number of its optimizer."""
+    groups = [{"optimizer": number, **group} for number, one in enumerate(every) for group in one["groups"]]
+    return {"class": ", ".join(one["class"] for one in every), "groups": groups}
 
 
 def _group(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from flightrec.config.selection import DEFAULT_STAGES
 from flightrec.records import NO_MICROBATCH, TENSORS, Key, Phase, Stage
 from flightrec.ring.layout import QuantizedParts
 from flightrec.sources.choose import choose_sources
@@ -32,7 +33,8 @@ class Seen:
 class RecordingSink:
     """Keeps a copy of all it is given, in order; counts what it was asked."""
 
-    def __init__(self, tensors=TRAINING, layers=None, phases=(Phase.TRAIN,)) -> None:
+    def __init__(self, tensors=TRAINING, layers=None, phases=(Phase.TRAIN,), stages=DEFAULT_STAGES) -> None:
+        self.stages = frozenset(stages)
         self.tensors, self.layers, self.phases = frozenset(tensors), layers, frozenset(phases)
         self.microbatch_index = NO_MICROBATCH
         self.iteration = 0
@@ -41,8 +43,8 @@ class RecordingSink:
         self.errors: list[Exception] = []
         self.fail_on: Callable[[Key], bool] | None = None
 
-    def selects(self, layer: str, tensor: str, phase: Phase) -> object | None:
-        wanted = tensor in self.tensors and phase in self.phases
+    def selects(self, layer: str, tensor: str, phase: Phase, stage: Stage | None = None) -> object | None:
+        wanted = tensor in self.tensors and phase in self.phases and (stage is None or stage in self.stages)
         return True if wanted and (self.layers is None or layer in self.layers) else None
 
     def capture(
@@ -52,7 +54,7 @@ class RecordingSink:
         key = Key(layer, tensor, part, microbatch, phase, call, stage)
         if self.fail_on is not None and self.fail_on(key):
             raise RuntimeError("the sink failed on purpose")
-        assert self.selects(layer, tensor, phase) is not None, key
+        assert self.selects(layer, tensor, phase, stage) is not None, key
         assert not torch.is_grad_enabled()
         assert not torch.is_inference_mode_enabled()
         assert not torch.is_autocast_enabled("cpu")

@@ -61,6 +61,13 @@ def test_a_rule_whose_tensors_are_not_recorded_is_refused():
     assert "select records only weight, wgrad" in message
 
 
+def test_a_rule_whose_tensors_no_stage_shows_is_refused():
+    select = (Selection(tensors="*", stages=["reduced", "start"]),)
+    ((key, message),) = found(select, (AmaxSpikeRule(), NonfiniteRule()))
+    assert key == "triggers[0].tensors"
+    assert "select records only metric, parameter, wgrad" in message
+
+
 def test_a_rule_whose_phases_are_not_recorded_is_refused():
     select = (Selection(tensors="weight", phases=["train", "eval"]), Selection(tensors="output"))
     rule = UnderflowRule(tensors="output", phases="eval")

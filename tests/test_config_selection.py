@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from flightrec.config.selection import ALWAYS_RECORDED, DEFAULT_TENSORS, Matcher, Selection
-from flightrec.records import TENSORS, Phase
+from flightrec.config.selection import ALWAYS_RECORDED, DEFAULT_TENSORS, STAGES_OF, Matcher, Selection
+from flightrec.records import TENSORS, Phase, Stage
 
 
 def test_an_empty_entry_keeps_all_bytes_of_what_products_need():
@@ -40,12 +40,47 @@ def test_single_words_stand_for_lists_and_repetitions_count_once():
         {"tensors": "loss", "every": 2},
         {"tensors": ["loss", "metric"], "every": 2},
         {"phases": "warmup"},
+        {"stages": []},
+        {"stages": "later"},
+        {"tensors": "activation", "stages": ["forward", "reduced"]},
+        {"tensors": ["wgrad", "weight"], "stages": ["reduced"]},
+        {"tensors": "parameter", "stages": "backward"},
         {"layer": "a"},
     ],
 )
 def test_entries_that_make_no_sense_are_refused(settings):
     with pytest.raises(ValidationError):
         Selection(**settings)
+
+
+def test_stages_that_cost_a_copy_have_to_be_asked_for():
+    asked_for = {Stage.REDUCED, Stage.UNSCALED, Stage.CLIPPED}
+    assert set(Selection().stages) == set(Stage) - asked_for
+    matcher = Matcher([Selection()])
+    assert {stage for stage in Stage if matcher.selects("a", "wgrad", stage=stage)} == set(Stage) - asked_for
+    assert set(STAGES_OF) == set(TENSORS)
+    assert {stage for stages in STAGES_OF.values() for stage in stages} == set(Stage)
+
+
+def test_the_first_entry_decides_about_the_stage_too():
+    first = Selection(tensors="wgrad", stages=["reduced", "clipped", "reduced"])
+    second = Selection(tensors="*")
+    matcher = Matcher([first, second])
+    assert first.stages == (Stage.REDUCED, Stage.CLIPPED)
+    assert matcher.selects("a", "wgrad") is first
+    assert matcher.selects("a", "wgrad", stage=Stage.CLIPPED) is first
+    assert matcher.selects("a", "wgrad", stage=Stage.BACKWARD) is None
+    assert matcher.selects("a", "parameter", stage=Stage.START) is second
+
+
+def test_stages_filter_what_a_wildcard_names():
+    matcher = Matcher([Selection(tensors="*", stages=["backward", "clipped"])])
+    assert {tensor for tensor in TENSORS if matcher.selects("a", tensor)} == {
+        *("activation", "weight", "gradient", "dgrad", "wgrad"),
+        *ALWAYS_RECORDED,
+    }
+    assert matcher.selects("", "loss", stage=Stage.LOSS) is not None
+    assert matcher.selects("", "metric", stage=Stage.START) is not None
 
 
 def test_the_first_entry_that_matches_layer_and_tensor_decides_about_the_phase_too():

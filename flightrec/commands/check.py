@@ -62,7 +62,8 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     for entry in config.select:
         turns = "" if entry.every == 1 else f", every {entry.every} iterations"
         kept = ", ".join(sorted(entry.keep))
-        yield "select", f"{', '.join(entry.layers)}: {', '.join(entry.tensors)} (keeps {kept}{turns})"
+        stages = f", at {', '.join(entry.stages)}" if "stages" in entry.model_fields_set else ""
+        yield "select", f"{', '.join(entry.layers)}: {', '.join(entry.tensors)} (keeps {kept}{turns}{stages})"
     for rule in config.triggers:
         yield "rule", f"{rule.name} ({rule.kind}, {rule.severity.value})"
     quota = config.incident.disk_quota

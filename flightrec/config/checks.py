@@ -57,13 +57,14 @@ def blind_reason(select: Sequence[Selection], rule: AnyRule) -> tuple[str, str] 
     """Why a rule can see nothing of what ``select`` records: the key to change and a message; None when it can."""
     if not isinstance(rule, DeviceRule) or ALWAYS_RECORDED & set(rule.tensors):
         return None
-    recorded = {tensor for entry in select for tensor in entry.tensors}
+    recorded = {tensor for entry in select for tensor in entry.tensors if entry.records(tensor)}
     if not recorded & set(rule.tensors):
         return "tensors", (
             f"the rule {rule.name} looks at {', '.join(rule.tensors)}, but select records only "
             f"{', '.join(sorted(recorded))}; add one of them to select, with keep: [statistics] if bytes do not matter"
         )
-    phases = {phase for entry in select if set(entry.tensors) & set(rule.tensors) for phase in entry.phases}
+    seen = [entry for entry in select if any(entry.records(tensor) for tensor in rule.tensors)]
+    phases = {phase for entry in seen for phase in entry.phases}
     if not phases & set(rule.phases):
         wanted, there = (", ".join(sorted(phase.value for phase in some)) for some in (rule.phases, phases))
         return "phases", (

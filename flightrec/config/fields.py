@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from flightrec.config.patterns import as_tuple
-from flightrec.records import TENSORS, Phase
+from flightrec.records import TENSORS, Phase, Stage
 
 
 class ConfigModel(BaseModel):
@@ -60,6 +60,14 @@ def _unique_phases(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
     return tuple(dict.fromkeys(phases))
 
 
+def _unique_stages(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    if not stages:
+        raise ValueError(f"expected at least one of {', '.join(_STAGES)}")
+    return tuple(dict.fromkeys(stages))
+
+
+_STAGES = [stage.value for stage in Stage]
+_STAGE_SCHEMA = {"type": "string", "enum": _STAGES}
 _NAME_SCHEMA = {"type": "string", "enum": list(TENSORS)}
 _PHASE_SCHEMA = {"type": "string", "enum": ["train", "recompute", "eval"]}
 
@@ -78,6 +86,14 @@ Phases = Annotated[
     WithJsonSchema({"anyOf": [_PHASE_SCHEMA, {"type": "array", "items": _PHASE_SCHEMA, "minItems": 1}]}),
 ]
 """Field type: phases, one or several, without ``warmup``, which is never recorded for its own sake."""
+
+Stages = Annotated[
+    tuple[Stage, ...],
+    BeforeValidator(as_tuple),
+    AfterValidator(_unique_stages),
+    WithJsonSchema({"anyOf": [_STAGE_SCHEMA, {"type": "array", "items": _STAGE_SCHEMA, "minItems": 1}]}),
+]
+"""Field type: stages, one or several."""
 
 StrictInt = Annotated[int, Field(strict=True)]
 """Field type: an integer; neither text, nor a boolean, nor a float."""

@@ -30,7 +30,7 @@ from flightrec.config.rules import (
 )
 from flightrec.config.selection import Matcher, Selection
 from flightrec.config.sizes import Memory, MemoryLimit, OptionalSize, Share
-from flightrec.records import Phase
+from flightrec.records import Phase, Stage
 
 __all__ = [
     "AmaxSpikeRule",
@@ -197,13 +197,15 @@ class Config(ConfigModel):
         """A matcher of its own, with an empty cache, over ``select``."""
         return Matcher(self.select)
 
-    def selects(self, layer: str, tensor: str, phase: Phase | str = Phase.TRAIN) -> Selection | None:
+    def selects(
+        self, layer: str, tensor: str, phase: Phase | str = Phase.TRAIN, stage: Stage | None = None
+    ) -> Selection | None:
         """What is kept of a tensor, or None when it is not recorded. Cached: cheap enough for a hook.
 
-        The first entry of ``select`` that matches layer and tensor decides, also about the phase. The loss and metrics
-        are recorded in every iteration, whether an entry names them or not.
+        The first entry of ``select`` that matches layer and tensor decides, also about phase and stage. The loss and
+        metrics are recorded in every iteration, whether an entry names them or not.
         """
-        return self._shared_matcher.selects(layer, tensor, phase)
+        return self._shared_matcher.selects(layer, tensor, phase, stage)
 
     @functools.cached_property
     def _shared_matcher(self) -> Matcher:  # in __dict__: pydantic's private attributes are slow to read

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flightrec.records import Key, Statistic
 from flightrec.rules.series import SeriesTables, series_of
+from flightrec.rules.skips import Skip
 from flightrec.rules.state import SeriesState
 
 
@@ -29,15 +30,24 @@ class Samples:
         statistics: float64 [S, K, NUM_STATISTICS] on the device, read-only.
         present: bool [S, K], the row was recorded in this tick.
         tables: the series' static properties.
+        skip: whether a gradient scaler skipped this iteration's step; None without one.
     """
 
     statistics: Tensor
     present: Tensor
     tables: SeriesTables
+    skip: Skip | None = None
 
     def column(self, statistic: Statistic) -> Tensor:
         """One statistic, float64 [S, K], a view."""
         return self.statistics[..., int(statistic)]
+
+    def excused(self) -> Tensor | None:
+        """Bool [S], series that have no sample because the step was skipped; None without a scaler."""
+        if self.skip is None:
+            return None
+        rows = self.skip.excused.index_select(0, self.tables.rows).view(self.tables.shape)
+        return (rows if self.tables.real is None else rows & self.tables.real).any(1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from flightrec.records import Key, Phase, RecordLayout, Severity
 from flightrec.rules.base import DeviceRule, Judgement, Samples, statistics_of, subject
 from flightrec.rules.kinds import DEVICE_RULES
 from flightrec.rules.series import SeriesIndex, SeriesTables, series_name, upload
+from flightrec.rules.skips import Skip, SkippedSteps
 from flightrec.rules.state import Arming, SeriesState
 
 STATE_VERSION = 1
@@ -158,7 +159,7 @@ class _Runner:
         if self.rule.accepts(key):
             self.index.add(key, row)
 
-    def run(self, statistics: Tensor, valid: Tensor) -> _RulePart | None:
+    def run(self, statistics: Tensor, valid: Tensor, skip: Skip | None) -> _RulePart | None:
         """Judge one tick; None while the rule has no series."""
         known = self.state.num_series
         if self.index.num_series == 0:
@@ -171,7 +172,7 @@ class _Runner:
         present = valid.index_select(0, tables.rows).view(tables.shape)
         if tables.real is not None:
             present &= tables.real
-        judgement = self.rule.judge(Samples(gathered, present, tables))
+        judgement = self.rule.judge(Samples(gathered, present, tables, skip))
         fires = self._arming.fire(judgement.sampled, judgement.faulty)
         watches = None
         if judgement.watch is not None:
@@ -238,6 +239,7 @@ class Evaluator:
             for number, rule in enumerate(self.rules)
             if rule.kind in DEVICE_RULES
         }
+        self._skips = SkippedSteps(self.device)
         self._pending: deque[RecordLayout] = deque()
         self._may_hold = [rule.severity is not Severity.WATCH for rule in self.rules]
         self._hold_mask: Tensor | None = None
@@ -268,11 +270,14 @@ class Evaluator:
         """
         while self._pending:
             layout = self._pending.popleft()
+            self._skips.add(layout.key, layout.row)
             for runner in tuple(self._runners.values()):
                 self._guarded(runner, lambda r: r.add(layout.key, layout.row))  # noqa: B023
         parts = []
+        skip = self._skips.look(statistics, valid)
+        judged = valid if skip is None else valid & ~skip.excused
         for runner in tuple(self._runners.values()):
-            part = self._guarded(runner, lambda r: r.run(statistics, valid))
+            part = self._guarded(runner, lambda r: r.run(statistics, judged, skip))
             if part is not None:
                 parts.append(part)
         if self._hold_mask is None:

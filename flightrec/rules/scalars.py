@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flightrec.config.patterns import layer_predicate
-from flightrec.records import NO_MICROBATCH, Key, Stage, Statistic
+from flightrec.records import LOSS_SCALE, NO_MICROBATCH, SKIPPED_STEP, Key, Stage, Statistic
 from flightrec.rules.base import Samples
 from flightrec.rules.series import series_of
 
@@ -19,7 +19,12 @@ def one_series(key: Key) -> Key:
 
 
 def is_metric(key: Key, names: tuple[str, ...]) -> bool:
-    """Whether a key is a metric that was given to ``step`` under one of the names (patterns)."""
+    """Whether a key is a metric that was given to ``step`` under one of the names (patterns).
+
+    A scaler's own two are meant only by who names them: a scale jumps in health, and so do skipped steps.
+    """
+    if names == ("*",) and key.part in (LOSS_SCALE, SKIPPED_STEP):
+        return False
     return key.microbatch == NO_MICROBATCH and layer_predicate(names)(key.part)
 
 

@@ -18,7 +18,8 @@ class UnchangedParameters(DeviceRule):
     """Fires when a parameter is the same in ``consecutive`` samples in a row, after ``min_samples`` changes.
 
     The same is a parameter whose sum, sum of squares and amax are equal to the bit. One that never changed is frozen on
-    purpose and stays silent. The value is the number of samples without a change.
+    purpose and stays silent; an iteration whose step a scaler skipped is no sample. The value is the number of samples
+    without a change.
     """
 
     kind: ClassVar[str] = "unchanged_parameters"
@@ -35,6 +36,8 @@ class UnchangedParameters(DeviceRule):
         """Judge one tick; see the class."""
         usable = samples.present & (samples.column(Statistic.NUMEL) > 0)
         sampled = usable.any(1)
+        if samples.skip is not None:
+            sampled = sampled & ~samples.skip.skipped
         now = torch.stack([self._total(samples, usable, statistic) for statistic in _TELLING], dim=1)
         known, run, changes = self.state["known"], self.state["run"], self.state["changes"]
         seen_before = sampled & (known[:, 0] == known[:, 0])

@@ -2,23 +2,24 @@
 
 ``parameter``: every parameter at the start of the first iteration and after each step, part = its name.
 ``wgrad``: ``parameter.grad`` each time autograd has accumulated into it: cumulative over the microbatches of an
-iteration, before clipping; part = the parameter's name, empty for ``weight``.
+iteration, before reduction and clipping (see ``gradients``); part = the parameter's name, empty for ``weight``.
 
 Owns its hooks on the parameters. Runs on the training thread, the hooks on autograd's threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from flightrec.config.selection import STAGES_OF
 from flightrec.records import NO_MICROBATCH, Phase, Stage
 from flightrec.sources.base import Keeper
 from flightrec.sources.hooks import AccumulatedHook
-from flightrec.sources.sink import quiet
+from flightrec.sources.sink import Sink, quiet
 from flightrec.sources.stamps import Stamps
 from flightrec.sources.traversal import is_lazy, observe
 
@@ -28,7 +29,7 @@ _EVAL_MODE = (
 )
 
 
-class _Slot:
+class Slot:
     """One place in a module that holds a parameter."""
 
     __slots__ = ("handle", "hooked", "inside", "layer", "module", "name")
@@ -66,13 +67,14 @@ class Parameters:
     def __init__(self, model: nn.Module, keeper: Keeper, stamps: Stamps, skip: Mapping[str, frozenset[str]]) -> None:
         self._keeper = keeper
         self._stamps = stamps
-        self._kept = _slots(model, keeper, "parameter", skip)
-        self._accumulated = _slots(model, keeper, "wgrad", skip)
+        kept = slots(model, keeper.sink, "parameter", skip)
+        self._kept = {stage: at_stage(kept, keeper.sink, "parameter", stage) for stage in STAGES_OF["parameter"]}
+        self._accumulated = at_stage(slots(model, keeper.sink, "wgrad", skip), keeper.sink, "wgrad", Stage.BACKWARD)
 
     @property
     def has_work(self) -> bool:
         """Whether any parameter or its gradient is selected."""
-        return bool(self._kept or self._accumulated)
+        return bool(self._accumulated or any(self._kept.values()))
 
     def attach(self) -> None:
         """Hook the parameters that require gradients and are not hooked yet; drop hooks of replaced ones."""
@@ -100,7 +102,7 @@ class Parameters:
 
     def record(self, stage: Stage) -> None:
         """Record all selected parameters."""
-        for slot in self._kept:
+        for slot in self._kept[stage]:
             parameter = slot.parameter
             if parameter is None or not self._keeper.works(slot.layer):
                 continue
@@ -134,7 +136,7 @@ class Parameters:
                     gradient,
                     hook.layer,
                     "wgrad",
-                    part="" if hook.name == "weight" else hook.name,
+                    part=part_of(hook.name),
                     microbatch=self._stamps.backward_microbatch(),
                     phase=Phase.TRAIN,
                     call=0,
@@ -144,21 +146,31 @@ class Parameters:
             self._keeper.fail(hook.layer, error)
 
     @staticmethod
-    def _unhook(slot: _Slot) -> None:
+    def _unhook(slot: Slot) -> None:
         if slot.handle is not None:
             slot.handle.remove()
         slot.handle = slot.hooked = None
 
 
-def _slots(model: nn.Module, keeper: Keeper, tensor: str, skip: Mapping[str, frozenset[str]]) -> list[_Slot]:
+def slots(model: nn.Module, sink: Sink, tensor: str, skip: Mapping[str, frozenset[str]]) -> list[Slot]:
     """Places of all parameters of which ``tensor`` is selected; a tied parameter's first such place."""
     seen: set[int] = set()
-    slots: list[_Slot] = []
+    found: list[Slot] = []
     for layer, module in model.named_modules():
-        if tensor in skip.get(layer, frozenset()) or keeper.sink.selects(layer, tensor, Phase.TRAIN) is None:
+        if tensor in skip.get(layer, frozenset()) or sink.selects(layer, tensor, Phase.TRAIN) is None:
             continue
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
-                slots.append(_Slot(layer, module, name))
-    return slots
+                found.append(Slot(layer, module, name))
+    return found
+
+
+def at_stage(found: Iterable[Slot], sink: Sink, tensor: str, stage: Stage) -> list[Slot]:
+    """Those places whose ``tensor`` is selected at ``stage``."""
+    return [slot for slot in found if sink.selects(slot.layer, tensor, Phase.TRAIN, stage) is not None]
+
+
+def part_of(name: str) -> str:
+    """Part under which the gradient of a parameter of this name is recorded."""
+    return "" if name == "weight" else name

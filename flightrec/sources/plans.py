@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from flightrec.records import Phase
+from flightrec.records import Phase, Stage
 from flightrec.sources.sink import Sink
 from flightrec.sources.traversal import is_lazy
 
@@ -80,7 +80,8 @@ def plan_layers(model: nn.Module, sink: Sink, skip: Mapping[str, frozenset[str]]
 
 def _plan(layer: str, module: nn.Module, sink: Sink, skip: frozenset[str], owners: Mapping[int, str]) -> LayerPlan:
     def phases(tensor: str) -> list[Phase]:
-        return [p for p in _PHASES if tensor not in skip and sink.selects(layer, tensor, p) is not None]
+        stage = Stage.BACKWARD if tensor in ("gradient", "dgrad") else Stage.FORWARD
+        return [p for p in _PHASES if tensor not in skip and sink.selects(layer, tensor, p, stage) is not None]
 
     product = is_product(module)
     plan = LayerPlan(layer, module)

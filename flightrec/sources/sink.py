@@ -23,8 +23,8 @@ class Sink(Protocol):
     def microbatch_index(self) -> int:
         """The current microbatch; ``NO_MICROBATCH`` before the first one of an iteration."""
 
-    def selects(self, layer: str, tensor: str, phase: Phase) -> object | None:
-        """Say whether this tensor is wanted: anything but None is yes.
+    def selects(self, layer: str, tensor: str, phase: Phase, stage: Stage | None = None) -> object | None:
+        """Say whether this tensor is wanted (at this stage, or at any): anything but None is yes.
 
         Sources ask once, when they attach, and install no hook for a no. An answer must not change while attached.
         """
