@@ -92,5 +92,4 @@ def _several(optimizer: object | None) -> list[object]:
     """The optimizers that were given: none, one, or several."""
     if optimizer is None:
         return []
-    one = hasattr(optimizer, "param_groups") or not isinstance(optimizer, Iterable)
-    return [optimizer] if one else list(optimizer)  # type: ignore[call-overload]
+    return list(optimizer) if isinstance(optimizer, Iterable) else [optimizer]
