@@ -17,12 +17,13 @@ class MissingRecord(DeviceRule):
     """Fires when a series has been absent for more iterations than its own rhythm explains.
 
     That is more than ``consecutive`` and more than ``factor`` x the longest absence that it came back from, after
-    ``min_samples`` iterations in which it was there. So a tensor that is recorded in every n-th iteration, or in turn
-    with others, is not missing. The value is the number of iterations without it. It fires once, and again when it has
-    come back for ``rearm`` iterations and is gone again.
+    ``min_samples`` iterations in which it was there. So a tensor that is recorded in every n-th iteration is not
+    missing, nor is one whose turn it is not under a budget: such an iteration does not count. The value is the number
+    of iterations without it. It fires once, and again when it has come back for ``rearm`` iterations and is gone again.
     """
 
     kind: ClassVar[str] = "missing_record"
+    wants_left_out: ClassVar[bool] = True
 
     def __init__(self, config: MissingRecordRule, state: SeriesState) -> None:
         super().__init__(config, state)
@@ -38,7 +39,9 @@ class MissingRecord(DeviceRule):
         there = samples.present.any(1)
         gap, longest, count = self.state["gap"], self.state["longest"], self.state["samples"]
         longest.copy_(torch.where(there, torch.maximum(longest, gap), longest))
-        gap.add_(~there).masked_fill_(there, 0)
+        waiting = samples.took_no_turn()
+        missed = ~there if waiting is None else ~(there | waiting)
+        gap.add_(missed).masked_fill_(there, 0)
         count.add_(there)
         threshold = (longest.to(torch.float64) * self._factor).clamp_(min=self._consecutive)
         faulty = (gap > threshold) & (count >= self._min_samples)
