@@ -11,6 +11,7 @@ import atexit
 import logging
 import operator
 import os
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -123,6 +124,7 @@ class Recorder:
                 "Make one module that holds all models, or a Recorder for each."
             )
         attachment = Attachment(model, self._capture)
+        self._capture.rotation.watch(model)
         device, engine = attachment.device, self._capture.engine
         if engine is not None and engine.device != device:
             raise AttachError(f"attach: the model is on {device}, but tensors were recorded on {engine.device} before")
@@ -130,11 +132,11 @@ class Recorder:
         attachment.attach()
         self._attachment = attachment
         logger.info(
-            "flightrec: recording %s on %s, %d iterations, everything that is selected in every iteration; incidents "
-            "go to %s",
+            "flightrec: recording %s on %s, %d iterations, budget %s; incidents go to %s",
             attachment.describe(),
             device,
             self._config.ring.iterations,
+            self._config.budget,
             self._directory,
         )
 
@@ -267,9 +269,11 @@ class Recorder:
         return self._identity.run_id
 
     def summary(self) -> str:
-        """What the ring holds, as text; empty before the first ``step``."""
+        """What the ring holds, and what is recorded when at which cost, as text; empty before the first ``step``."""
         engine = self._capture.engine
-        return engine.ring.summary() if engine is not None and engine.ring.committed else ""
+        if engine is None or not engine.ring.committed:
+            return ""
+        return "\n".join([engine.ring.summary(), *self._capture.rotation.describe()])
 
     # -- state and end -----------------------------------------------------------------------------------------------
 
@@ -337,11 +341,13 @@ class Recorder:
             for name, value in metrics.items():
                 if self._have_engine(value):
                     capture.keep_scalar("metric", str(name), value, NO_MICROBATCH, Stage.AFTER_STEP)
+        began_s = time.perf_counter()
         if capture.engine is not None:
             capture.engine.step(self._info(), self._host_firings())
+        judging_s = time.perf_counter() - began_s
         self._tick += 1
         self._highest_iteration = max(self._highest_iteration, capture.iteration)
-        capture.end_iteration(capture.iteration + 1)
+        capture.end_iteration(capture.iteration + 1, judging_s)
 
     def _info(self, *, partial: bool = False) -> TickInfo:
         return TickInfo(self._tick, self._attempt, self.iteration, max(self._capture.num_microbatches, 1), partial)
@@ -396,7 +402,9 @@ class Recorder:
             self._start_writer,
             first_tick=self._tick,
             on_failure=self._rule_failed,
+            rotation=self._capture.rotation,
         )
+        self._capture.rotation.measure(device)
         engine.flusher.send_config(self._config.text, environment(device))
         if self._loaded is not None:
             engine.load_state_dict(self._loaded)
