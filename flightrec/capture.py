@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from flightrec.budget.rotation import Rotation
 from flightrec.config.model import Config
 from flightrec.config.selection import Selection
 from flightrec.engine import Engine
@@ -36,6 +37,7 @@ class Capture:
         num_microbatches: seen in this iteration.
         valid_rows: rows that count, by layer, in this iteration.
         on_first_microbatch: called when the first microbatch of an iteration begins.
+        rotation: whose turn it is under a budget.
     """
 
     def __init__(self, config: Config) -> None:
@@ -45,6 +47,7 @@ class Capture:
         self.num_microbatches = 0
         self.valid_rows: dict[str, int | torch.Tensor] = {}
         self.on_first_microbatch: Callable[[], None] | None = None
+        self.rotation = Rotation(config)
         self._config = config
         self._microbatch = NO_MICROBATCH
         self._is_explicit = False
@@ -76,8 +79,12 @@ class Capture:
         quantized: object | None = None,
         columnwise: object | None = None,
         valid_rows: int | torch.Tensor | None = None,
+        rotates: bool = True,
     ) -> None:
-        """Keep one sighting of a tensor; see the protocol. Never raises: what fails is disarmed and told once."""
+        """Keep one sighting of a tensor; see the protocol. Never raises: what fails is disarmed and told once.
+
+        Without ``rotates`` a budget does not matter: an explicit wish takes no turns.
+        """
         engine = self.engine
         if self.off or engine is None:
             return
@@ -86,7 +93,8 @@ class Capture:
             return
         try:
             selection = self._config.selects(layer, tensor, phase, stage)
-            if selection is None or (selection.every > 1 and self.iteration % selection.every):
+            rotation = self.rotation
+            if selection is None or rotation.skips(layer, tensor, selection.every, self.iteration, rotates=rotates):
                 return
             if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 self.blind(layer, tensor, "seen inside a CUDA graph capture, whose replays are not recorded")
@@ -98,6 +106,7 @@ class Capture:
                     self.blind(layer, tensor, reason)
                     if high_precision is None:
                         return
+            begun = rotation.costs.begin()
             layout = engine.record(
                 Key(layer, tensor, part, microbatch, phase, call, stage),
                 high_precision=high_precision,
@@ -105,6 +114,7 @@ class Capture:
                 keep=selection.keep,
                 valid_rows=self.valid_rows.get(layer) if valid_rows is None else valid_rows,
             )
+            rotation.costs.end(begun, layout)
             if layout is None:
                 what = f"{MAX_CALLS} calls in a microbatch, or {MAX_KEYS} different tensors"
                 self.blind(layer, tensor, f"beyond {what} further ones are left out")
@@ -150,8 +160,10 @@ class Capture:
         if is_explicit:
             self._microbatch = microbatch
 
-    def end_iteration(self, next_iteration: int) -> None:
-        """Begin the next iteration."""
+    def end_iteration(self, next_iteration: int, judging_s: float = 0.0) -> None:
+        """Begin the next iteration; ``judging_s`` is what judging the last one took on the host."""
+        with self.guard("the budget"):
+            self.rotation.end_iteration(None if self.engine is None else self.engine.ring, judging_s)
         self.iteration = next_iteration
         self._microbatch = NO_MICROBATCH
         self.num_microbatches = 0
@@ -188,6 +200,7 @@ class Capture:
             quantized=observed.quantized if quantized is None else quantized,
             columnwise=columnwise,
             valid_rows=valid_rows,
+            rotates=False,
         )
 
     def keep_scalar(self, tensor: str, part: str, value: torch.Tensor | float, microbatch: int, stage: Stage) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flightrec.budget.rotation import Rotation
 from flightrec.config.model import Config
 from flightrec.config.sizes import Share
 from flightrec.flush.flusher import Flusher
@@ -28,6 +29,7 @@ from flightrec.ring.memory import free_memory_bytes
 from flightrec.ring.ring import Ring
 from flightrec.rules.evaluate import Evaluator
 from flightrec.rules.limits import Limits
+from flightrec.rules.series import upload
 from flightrec.writer.client import WriterClient
 
 logger = logging.getLogger("flightrec")
@@ -49,6 +51,7 @@ class Engine:
         start_writer: starts another one, should it die.
         first_tick: the tick of the next iteration.
         on_failure: told once of each rule that raised and was disabled.
+        rotation: whose turn it is under a budget; None for none.
     """
 
     def __init__(
@@ -60,10 +63,12 @@ class Engine:
         *,
         first_tick: int = 0,
         on_failure: Callable[[str, Exception], None] | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
         self.device = device
         self._config = config
         self._rules = config.triggers
+        self._rotation = rotation
         self.limits = Limits(self._rules, config.incident.limit, config.incident.cooldown)
         self.evaluator = Evaluator(device, self._rules, on_failure=on_failure)
         self.ring = Ring(
@@ -191,11 +196,19 @@ class Engine:
         for number, allowed in enumerate(self.limits.allowed(info.tick)):
             self.evaluator.set_may_hold(number, allowed)
         statistics, valid = ring.gather(info.tick)
-        verdict = self.evaluator.evaluate(info.tick, statistics, valid)
+        verdict = self.evaluator.evaluate(info.tick, statistics, valid, self._left_out(info, len(valid)))
         hold_request = ~self._false if host_firings else None
         ring.advance(info.tick, verdict.hold, self._release(), hold_request)
         self._log.add(info)
         self._queue.push(info.tick, verdict, ring.slots.state, statistics)
+
+    def _left_out(self, info: TickInfo, num_rows: int) -> torch.Tensor | None:
+        """Rows that rotation left out of this tick, bool [R] on the device; None if no rule wants to know."""
+        if self._rotation is None:
+            return None
+        info.left_out = self._rotation.note
+        rows = self._rotation.left_out(num_rows) if self.evaluator.wants_left_out else None
+        return None if rows is None else upload(rows, self.device)
 
     def _see_layouts(self) -> None:
         layouts = self.ring.layouts
@@ -229,6 +242,8 @@ class Engine:
         if view.firings:
             firings = self._firings(view, info) + firings
         self.flusher.on_verdict(view, firings)
+        if firings and self._rotation is not None:
+            self._rotation.on_verdict(firings, self.flusher.recording_until)
 
     def _take_scalars(self, info: TickInfo, statistics: NDArray[np.float64], layout_ids: list[int]) -> None:
         whole: float | None = None

@@ -11,6 +11,7 @@ import atexit
 import logging
 import operator
 import os
+import time
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -127,6 +128,7 @@ class Recorder:
                 "flightrec: steps that the scaler skips are no fault, and no rule loss_scale_collapse tells when it "
                 "skips all of them for ever; add {kind: loss_scale_collapse} to triggers"
             )
+        self._capture.rotation.watch(model)
         device, engine = attachment.device, self._capture.engine
         if engine is not None and engine.device != device:
             raise AttachError(f"attach: the model is on {device}, but tensors were recorded on {engine.device} before")
@@ -135,11 +137,11 @@ class Recorder:
         self._attachment = attachment
         self._facts.watch(device, attachment.optimizers, scheduler)
         logger.info(
-            "flightrec: recording %s on %s, %d iterations, everything that is selected in every iteration; incidents "
-            "go to %s",
+            "flightrec: recording %s on %s, %d iterations, budget %s; incidents go to %s",
             attachment.describe(),
             device,
             self._config.ring.iterations,
+            self._config.budget,
             self._directory,
         )
 
@@ -272,9 +274,11 @@ class Recorder:
         return self._identity.run_id
 
     def summary(self) -> str:
-        """What the ring holds, as text; empty before the first ``step``."""
+        """What the ring holds, and what is recorded when at which cost, as text; empty before the first ``step``."""
         engine = self._capture.engine
-        return engine.ring.summary() if engine is not None and engine.ring.committed else ""
+        if engine is None or not engine.ring.committed:
+            return ""
+        return "\n".join([engine.ring.summary(), *self._capture.rotation.describe()])
 
     # -- state and end -----------------------------------------------------------------------------------------------
 
@@ -345,11 +349,13 @@ class Recorder:
                 if self._have_engine(value):
                     capture.keep_scalar("metric", str(name), value, NO_MICROBATCH, Stage.AFTER_STEP)
         self._keep_scalars_of_attachment(metrics)
+        began_s = time.perf_counter()
         if capture.engine is not None:
             capture.engine.step(self._info(), self._host_firings())
+        judging_s = time.perf_counter() - began_s
         self._tick += 1
         self._highest_iteration = max(self._highest_iteration, capture.iteration)
-        capture.end_iteration(capture.iteration + 1)
+        capture.end_iteration(capture.iteration + 1, judging_s)
         self._facts.begin()
 
     def _keep_scalars_of_attachment(self, given: Mapping[str, object] | tuple[()] = ()) -> None:
@@ -418,7 +424,9 @@ class Recorder:
             self._start_writer,
             first_tick=self._tick,
             on_failure=self._rule_failed,
+            rotation=self._capture.rotation,
         )
+        self._capture.rotation.measure(device)
         engine.flusher.send_config(self._config.text, environment(device, model))
         self._facts.watch(device, (), None)
         if self._loaded is not None:

@@ -79,8 +79,8 @@ class Run:
         self.evaluator.load_state_dict(state)
         self.rows = {}
 
-    def tick(self, records: Mapping[Key, Mapping[str, float]]):
-        """Evaluate one tick; its verdict."""
+    def tick(self, records: Mapping[Key, Mapping[str, float]], left_out: Iterable[Key] | None = None):
+        """Evaluate one tick, in which it was not the turn of ``left_out``; its verdict."""
         for seen in records:
             if seen not in self.rows:
                 self.rows[seen] = len(self.rows)
@@ -91,15 +91,22 @@ class Run:
         for seen, values in records.items():
             matrix[self.rows[seen]] = statistics_row(values)
             valid[self.rows[seen]] = True
+        passed = None
+        if left_out is not None:
+            passed = torch.zeros(num_rows, dtype=torch.bool)
+            passed[[self.rows[key] for key in left_out]] = True
+            passed = passed.to(self.device)
         verdict = self.evaluator.evaluate(
-            self.ticks, torch.from_numpy(matrix).to(self.device), torch.from_numpy(valid).to(self.device)
+            self.ticks, torch.from_numpy(matrix).to(self.device), torch.from_numpy(valid).to(self.device), passed
         )
         self.ticks += 1
         return verdict
 
-    def fired(self, records: Mapping[Key, Mapping[str, float]], rule: int = 0) -> set[Key]:
+    def fired(
+        self, records: Mapping[Key, Mapping[str, float]], rule: int = 0, left_out: Iterable[Key] | None = None
+    ) -> set[Key]:
         """Evaluate one tick; the keys on which the rule fired."""
-        return self.marked(self.tick(records).fired, rule)
+        return self.marked(self.tick(records, left_out).fired, rule)
 
     def marked(self, matrix: torch.Tensor, rule: int = 0) -> set[Key]:
         """The keys whose row is true in a verdict's matrix."""

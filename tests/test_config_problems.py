@@ -37,7 +37,7 @@ def test_the_error_counts_its_problems_and_survives_pickling():
 @pytest.mark.parametrize(
     ("settings", "key", "parts"),
     [
-        ({"rng": {}}, "rng", ["unknown key, did you mean ring?", "Known keys: budget, ring, select"]),
+        ({"rng": {}}, "rng", ["unknown key, did you mean ring?", "Known keys: budget, watch_iterations, ring, select"]),
         ({"zzz": 1}, "zzz", ["unknown key. Known keys: budget"]),
         ({"limit": 3}, "limit", ["it belongs into incident."]),
         ({"iterations": 3}, "iterations", ["it belongs into ring or history."]),
@@ -72,8 +72,11 @@ def test_the_error_counts_its_problems_and_survives_pickling():
             "select[0].layers",
             ["expected a regular", "got the text 're:('"],
         ),
-        ({"budget": "1%"}, "budget", ["rotation is not available in this version, use budget: none"]),
-        ({"budget": 3}, "budget", ["expected none, got 3"]),
+        ({"budget": "0%"}, "budget", ["expected a share of a step above 0% and at most 100%, got the text '0%'"]),
+        ({"budget": "101%"}, "budget", ["expected a share of a step above 0% and at most 100%, got the text '101%'"]),
+        ({"budget": 3}, "budget", ["expected none or a share of a step such as 1%, got 3"]),
+        ({"budget": "1 ms"}, "budget", ["expected none or a share of a step such as 1%, got the text '1 ms'"]),
+        ({"watch_iterations": -1}, "watch_iterations", ["expected at least 0, got -1"]),
         ({"triggers": ["nonfinite"]}, "triggers[0]", ["expected a mapping, got the text 'nonfinite'"]),
     ],
 )

@@ -61,6 +61,7 @@ def test_the_schema_agrees_with_flightrec_about_what_is_valid():
         {},
         {"ring": None},
         {"ring": {"memory": "5%"}},
+        {"budget": "1%", "watch_iterations": 4},
         {"triggers": [{"kind": "manual"}]},
         {"select": [{"keep": "statistics", "tensors": "loss", "phases": "eval", "layers": ["a"]}]},
     ):
@@ -76,6 +77,7 @@ def test_the_schema_agrees_with_flightrec_about_what_is_valid():
         {"select": []},
         {"select": [{"keep": []}]},
         {"select": [{"tensors": ["grad"]}]},
-        {"budget": "1%"},
+        {"budget": "1"},
+        {"watch_iterations": -1},
     ):
         assert not validator.is_valid(invalid), invalid

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from models import WIDTH, batches, loss_of, make
+from models import RECORD_ALL, WIDTH, batches, loss_of, make
 from torch import nn
 
 import flightrec
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 
-EVERYTHING = {"select": [{"tensors": "*", "phases": ["train", "recompute"]}]}
+EVERYTHING = {**RECORD_ALL, "select": [{"tensors": "*", "phases": ["train", "recompute"]}]}
 
 
 def fp8_net(**options) -> nn.Module:
@@ -111,6 +111,42 @@ def test_healthy_iterations_wait_for_nothing_and_allocate_nothing_new(determinis
     assert not (tmp_path / "out").exists()
 
 
+def test_turns_under_a_budget_wait_for_nothing(tmp_path):
+    """Calibration may wait, at attach; turns, their events and full coverage after a watch may not."""
+    net, data = net_of("fp8", blocks=4), batches(1, 2, device="cuda", rows=64)
+    rules = [
+        {"kind": "nonfinite"}, {"kind": "missing_record", "consecutive": 2}, {"kind": "stale_scale"},
+        {"kind": "metric_threshold", "above": 1.0, "severity": "watch"},
+    ]  # fmt: skip
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    high, low = torch.tensor(2.0, device="cuda"), torch.tensor(0.5, device="cuda")
+
+    def iterate(recorder: flightrec.Recorder, iterations: int) -> None:
+        for iteration in range(iterations):
+            for x in data[0]:
+                loss_of(net, x.bfloat16()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(metrics={"sign": high if iteration % 60 == 59 else low})
+
+    with flightrec.Recorder({"budget": "1%", "triggers": rules}, directory=tmp_path / "out") as recorder:
+        recorder.attach(net)
+        iterate(recorder, 80)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            iterate(recorder, 300)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert not recorder._capture.off
+        rotation = recorder._capture.rotation
+        assert not recorder._capture._dead_parts
+        assert rotation._clock.step_s > 0
+        assert rotation._plan.measured and rotation._plan.num_turns > 1
+        print(recorder.summary(), rotation.costs.model, rotation.costs.factor)
+    assert not (tmp_path / "out").exists()
+
+
 def test_nothing_waits_while_an_incident_is_staged_either(tmp_path):
     net, data = net_of("fp8"), batches(1, 2, device="cuda", rows=64)
     made = {**EVERYTHING, "ring": {"iterations": 3}}
@@ -171,7 +207,11 @@ def test_an_incident_holds_the_tensors_of_the_run(precision, tmp_path):
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_planted_nan_is_caught_and_blamed(precision, tmp_path):
     net = net_of(precision)
-    made = {"select": [{"tensors": ["activation", "weight", "gradient", "output"]}], "ring": {"iterations": 2}}
+    made = {
+        **RECORD_ALL,
+        "select": [{"tensors": ["activation", "weight", "gradient", "output"]}],
+        "ring": {"iterations": 2},
+    }
     with flightrec.Recorder(made, directory=tmp_path) as recorder:
         recorder.attach(net)
 
@@ -229,7 +269,7 @@ with flightrec.Recorder(directory={str(tmp_path / "out")!r}) as recorder:
 
 def test_side_streams_are_ordered(tmp_path):
     stream = torch.cuda.Stream()
-    made = {"select": [{"tensors": "*"}], "ring": {"iterations": 2}, "incident": {"after": 0}}
+    made = {**RECORD_ALL, "select": [{"tensors": "*"}], "ring": {"iterations": 2}, "incident": {"after": 0}}
     with flightrec.Recorder(made, directory=tmp_path) as recorder:
         for iteration in range(6):
             x = torch.full((1 << 20,), float(iteration), device="cuda")

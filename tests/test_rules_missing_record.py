@@ -40,6 +40,26 @@ def test_a_tensor_that_came_only_once_or_twice_is_silent():
     assert not any(fires(run, [1, 1] + [0] * 60))
 
 
+def test_turns_that_it_did_not_get_do_not_count():
+    run = Run([MissingRecordRule(min_samples=2, consecutive=2, factor=1)])
+    run.tick({STAYS: healthy(), GONE: healthy()}, left_out=[])
+    for round_length in (1, 40, 3, 200, 1, 90):
+        for turn in range(1, round_length + 1):
+            present = {STAYS: healthy()} | ({GONE: healthy()} if turn == round_length else {})
+            assert not run.fired(present, left_out=[] if turn == round_length else [GONE])
+
+
+def test_a_turn_that_came_without_it_counts():
+    run = Run([MissingRecordRule(min_samples=1, consecutive=2, factor=1)])
+    run.tick({STAYS: healthy(), GONE: healthy()}, left_out=[])
+    fired = []
+    for tick in range(1, 40):
+        its_turn = tick % 10 == 0
+        fired.append(run.fired({STAYS: healthy()}, left_out=[] if its_turn else [GONE]))
+    assert [tick for tick, found in enumerate(fired, 1) if found] == [30]
+    assert fired[29] == {GONE}
+
+
 def test_evaluation_that_pauses_is_silent():
     run = Run([MissingRecordRule(min_samples=1, consecutive=1)])
     seen = key("x", "gradient", phase=Phase.RECOMPUTE)

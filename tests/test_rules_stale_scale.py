@@ -40,6 +40,28 @@ def test_with_a_margin_the_amax_history_counts_too():
     assert not any(fires(Run([StaleScaleRule(margin=-2)]), [1.0] * 10, history_ratio=7.0))
 
 
+def rotated(run: Run, scales) -> list[bool]:
+    """Every sample is beyond the range, three turns lie between two of them."""
+    fired = []
+    for scale in scales:
+        fired.append(bool(run.fired({key(): reaching(5.0, scale_min=scale, scale_max=scale)}, left_out=[])))
+        for _ in range(3):
+            assert not run.fired({}, left_out=[key()])
+    return fired
+
+
+def test_samples_that_are_turns_apart_are_in_a_row_only_under_the_same_scale():
+    assert not any(rotated(Run([StaleScaleRule()]), range(1, 20)))
+    assert rotated(Run([StaleScaleRule()]), [1, 2, 3, 3, 3, 3, 3]) == [False] * 5 + [True, False]
+    assert not any(rotated(Run([StaleScaleRule()]), [3, 3, 3, 2, 2, 2, 3, 3, 3]))
+
+
+def test_neighbouring_samples_need_no_scale():
+    run = Run([StaleScaleRule()])
+    row = [bool(run.fired({key(): reaching(5.0, scale_min=n, scale_max=n)}, left_out=[])) for n in range(1, 6)]
+    assert row == [False] * 3 + [True, False]
+
+
 def test_min_samples():
     assert fires(Run([StaleScaleRule(min_samples=5)]), [9] * 7) == [False] * 5 + [True, False]
 

@@ -55,6 +55,7 @@ def _load(file: Path) -> Config:
 
 
 def _facts(config: Config) -> Iterator[tuple[str, str]]:
+    yield "budget", _budget(config)
     yield (
         "ring",
         f"{config.ring.iterations} iterations up to the fault, {config.incident.after} after; {_memory(config)}",
@@ -69,6 +70,15 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
     quota = config.incident.disk_quota
     space = "no disk quota" if quota is None else f"at most {quota / 2**30:.3g} GiB"
     yield "incidents", f"at most {config.incident.limit} a rule, {config.incident.cooldown} iterations apart, {space}"
+
+
+def _budget(config: Config) -> str:
+    if not isinstance(config.budget, Share):
+        return "none: everything that is selected is recorded in every iteration"
+    return (
+        f"{config.budget} of a step: block boundaries, loss and metrics in every iteration, other layers in turns; all "
+        f"for {config.watch_iterations} iterations after a watch"
+    )
 
 
 def _memory(config: Config) -> str:

@@ -29,7 +29,7 @@ from flightrec.config.rules import (
     default_rules,
 )
 from flightrec.config.selection import Matcher, Selection
-from flightrec.config.sizes import Memory, MemoryLimit, OptionalSize, Share
+from flightrec.config.sizes import Budget, Memory, MemoryLimit, OptionalSize, Share
 from flightrec.records import Phase, Stage
 
 __all__ = [
@@ -122,8 +122,17 @@ class Config(ConfigModel):
         ConfigError: on construction, if something is unknown, of a wrong type, or cannot work; all of it at once.
     """
 
-    budget: Literal["none"] = Field(
-        default="none", description="Share of a step that recording may take. Only `none`: record all that is selected."
+    budget: Budget = Field(
+        default=Share(0.01),
+        json_schema_extra={"default": "1%"},
+        description="Share of a step that recording may take, such as `1%`: block boundaries and scalars are recorded "
+        "in every iteration, the other layers in turns. `none`: everything that is selected in every iteration.",
+    )
+    watch_iterations: StrictInt = Field(
+        default=8,
+        ge=0,
+        le=1024,
+        description="Under a budget, iterations that are recorded whole after a `watch` (a precursor of a fault).",
     )
     ring: RingConfig = Field(
         default_factory=RingConfig, description="The ring buffer: how many iterations, how much memory."

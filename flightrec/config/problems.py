@@ -135,8 +135,6 @@ def _problem(details: Any, data: Any, models: Mapping[str, type[BaseModel]]) -> 
         return Problem(path, f"missing key kind; known kinds: {', '.join(RULE_CLASSES)}")
     if kind == "union_tag_invalid":
         return Problem((*path, "kind"), _unknown_kind(str(context["tag"])))
-    if path == ("budget",):
-        return Problem(path, _unknown_budget(details["input"]))
     expected, semicolon, remedy = _expected(kind, context, details["msg"]).partition("; ")
     return Problem(path, f"{expected}, got {describe(details['input'])}{semicolon}{remedy}{_hint(details)}")
 
@@ -166,9 +164,9 @@ def _unknown_key(location: Path, path: Path, models: Mapping[str, type[BaseModel
     section = str(location[0]) if len(location) > 1 else ""
     model = RULE_CLASSES[str(location[2])] if section == "triggers" else models[section]
     known = keys_of(model)
-    if (close := nearest(key, known)) is not None:
-        return f"unknown key, did you mean {close}? Known keys: {', '.join(known)}"
     elsewhere = [name for name, other in models.items() if name not in ("", section) and key in keys_of(other)]
+    if not elsewhere and (close := nearest(key, known)) is not None:
+        return f"unknown key, did you mean {close}? Known keys: {', '.join(known)}"
     place = f"unknown key, it belongs into {' or '.join(elsewhere)}. " if elsewhere else "unknown key. "
     return f"{place}Known keys: {', '.join(known)}"
 
@@ -187,12 +185,6 @@ def _unknown_kind(kind: str) -> str:
     if close is not None:
         hint = f", did you mean {close}{' (not available in this version)' if close in LATER_KINDS else ''}?"
     return f"expected one of {known}, got {_short(kind)}{hint}"
-
-
-def _unknown_budget(value: Any) -> str:
-    if isinstance(value, str) and value.strip().endswith("%"):
-        return f"got {value.strip()}: rotation is not available in this version, use budget: none"
-    return f"expected none, got {describe(value)}; other budgets are not available in this version"
 
 
 _EXPECTED = {

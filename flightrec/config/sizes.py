@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, PlainValidator, WithJsonSchema
 
@@ -119,6 +119,24 @@ def parse_memory(value: Any) -> int | Share | None:
         raise ValueError(message) from None
 
 
+def parse_budget(value: Any) -> Share | Literal["none"]:
+    """A share of a step such as ``1%``, or ``none``.
+
+    Raises:
+        ValueError: neither, or a share that is not within 0% (excluded) and 100%.
+    """
+    if isinstance(value, Share):
+        return value
+    if isinstance(value, str) and value.strip() == "none":
+        return "none"
+    if isinstance(value, str) and _SHARE.fullmatch(value.strip()):
+        try:
+            return parse_share(value)
+        except ValueError:
+            raise ValueError("expected a share of a step above 0% and at most 100%; none records everything") from None
+    raise ValueError("expected none or a share of a step such as 1%")
+
+
 def parse_optional_size(value: Any) -> int | None:
     """A size in bytes, or None.
 
@@ -157,9 +175,9 @@ def _unit_hint(number: str, unit: str) -> str:
     return f"unknown unit {unit!r}, known are {', '.join(BYTES_OF_UNIT)}"
 
 
-def _dump(value: int | Share | None) -> str | int | None:
-    if value is None:
-        return None
+def _dump(value: int | Share | str | None) -> str | int | None:
+    if value is None or isinstance(value, str):
+        return value
     return str(value) if isinstance(value, Share) else exact_size(value)
 
 
@@ -200,3 +218,11 @@ MemoryLimit = Annotated[
     WithJsonSchema({"anyOf": [*_SIZE_SCHEMA["anyOf"], _SHARE_SCHEMA, _NULL_SCHEMA]}),
 ]
 """Field type: bytes, a ``Share`` of what is free, or None for what the recorder chooses."""
+
+Budget = Annotated[
+    Share | Literal["none"],
+    PlainValidator(parse_budget),
+    PlainSerializer(_dump),
+    WithJsonSchema({"anyOf": [{"const": "none"}, _SHARE_SCHEMA]}),
+]
+"""Field type: a ``Share`` of a step, or ``none``."""

@@ -36,6 +36,9 @@ MAX_EXTENSIONS = 2
 CPU_BYTES_PER_STEP = 256 << 20
 """On the CPU a copy takes the training thread's time; further slots wait for the next step beyond this."""
 
+NOT_IN_TURN = "*"
+"""Stands in ``/blind`` for the layers whose turn an iteration was not."""
+
 MAX_PRECURSORS = 200
 """Latest firings that wrote no incident (``watch``, or beyond a limit); the next incident tells them."""
 
@@ -202,6 +205,11 @@ class Flusher:
         return drained and finished and not self._outbox.dead
 
     @property
+    def recording_until(self) -> int:
+        """The last tick that an open incident still records, -1 for none."""
+        return max((incident.end_tick for incident in self._incidents), default=-1)
+
+    @property
     def busy(self) -> bool:
         """Whether an incident is open or a message waits."""
         return bool(self._incidents) or not self._outbox.empty
@@ -267,6 +275,8 @@ class Flusher:
         if info is None:  # before the first iteration
             return
         self._send_iteration(incident, info, self._view_of(tick))
+        if info.left_out:
+            incident.blind.append((info.attempt, info.iteration, NOT_IN_TURN, "", info.left_out))
         if tick in self._slot_of:
             incident.to_stage.append(tick)
             self._held.add(tick)

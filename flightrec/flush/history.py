@@ -24,6 +24,7 @@ class TickInfo:
         iteration: the user's iteration number.
         num_microbatches: how many were seen.
         partial: recorded only in part (an exception came in between).
+        left_out: which layers were not in turn, for people; empty if all that is selected was recorded.
         loss: known once the verdict was read.
         metrics: likewise, by name.
         facts: what ``/iterations`` says of it: times, optimizer settings, values given with microbatches.
@@ -35,6 +36,7 @@ class TickInfo:
     iteration: int
     num_microbatches: int = 1
     partial: bool = False
+    left_out: str = ""
     loss: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)

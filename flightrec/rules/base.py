@@ -31,12 +31,19 @@ class Samples:
         present: bool [S, K], the row was recorded in this tick.
         tables: the series' static properties.
         skip: whether a gradient scaler skipped this iteration's step; None without one.
+        left_out: bool [S, K], the row was not recorded because it was not its turn; None where nothing takes turns, and
+            for rules that do not want to know.
     """
 
     statistics: Tensor
     present: Tensor
     tables: SeriesTables
     skip: Skip | None = None
+    left_out: Tensor | None = None
+
+    def took_no_turn(self) -> Tensor | None:
+        """Bool [S], the series was not recorded because it was not its turn; None if nothing was left out."""
+        return None if self.left_out is None else self.left_out.any(1) & ~self.present.any(1)
 
     def column(self, statistic: Statistic) -> Tensor:
         """One statistic, float64 [S, K], a view."""
@@ -80,6 +87,8 @@ class DeviceRule(ABC):
     """
 
     kind: ClassVar[str]
+    wants_left_out: ClassVar[bool] = False
+    """Whether ``Samples.left_out`` is wanted: by rules that conclude from an absence, or from neighbouring samples."""
 
     def __init__(self, config: Any, state: SeriesState) -> None:
         self.config = config

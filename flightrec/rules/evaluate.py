@@ -159,7 +159,7 @@ class _Runner:
         if self.rule.accepts(key):
             self.index.add(key, row)
 
-    def run(self, statistics: Tensor, valid: Tensor, skip: Skip | None) -> _RulePart | None:
+    def run(self, statistics: Tensor, valid: Tensor, skip: Skip | None, left_out: Tensor | None) -> _RulePart | None:
         """Judge one tick; None while the rule has no series."""
         known = self.state.num_series
         if self.index.num_series == 0:
@@ -172,7 +172,11 @@ class _Runner:
         present = valid.index_select(0, tables.rows).view(tables.shape)
         if tables.real is not None:
             present &= tables.real
-        judgement = self.rule.judge(Samples(gathered, present, tables, skip))
+        if left_out is not None and self.rule.wants_left_out:
+            left_out = left_out.index_select(0, tables.rows).view(tables.shape)
+            if tables.real is not None:
+                left_out &= tables.real
+        judgement = self.rule.judge(Samples(gathered, present, tables, skip, left_out))
         fires = self._arming.fire(judgement.sampled, judgement.faulty)
         watches = None
         if judgement.watch is not None:
@@ -244,6 +248,11 @@ class Evaluator:
         self._may_hold = [rule.severity is not Severity.WATCH for rule in self.rules]
         self._hold_mask: Tensor | None = None
 
+    @property
+    def wants_left_out(self) -> bool:
+        """Whether a rule makes something of rows that were left out."""
+        return any(runner.rule.wants_left_out for runner in self._runners.values())
+
     def register(self, layout: RecordLayout) -> None:
         """Make a row known; rules see it from the next ``evaluate`` on. Any thread; idempotent by row."""
         self._pending.append(layout)
@@ -260,13 +269,15 @@ class Evaluator:
 
     @torch.inference_mode(False)  # the state outlives a loop that is in inference mode
     @torch.no_grad()
-    def evaluate(self, tick: int, statistics: Tensor, valid: Tensor) -> Verdict:
+    def evaluate(self, tick: int, statistics: Tensor, valid: Tensor, left_out: Tensor | None = None) -> Verdict:
         """Judge one tick. Launches operations on the current stream and returns without waiting.
 
         Args:
             tick: whose statistics; ticks are evaluated once each, in order.
             statistics: float64 [R, NUM_STATISTICS] on the device, NaN where absent; R covers all rows registered.
             valid: bool [R] on the device, the row was written in this tick.
+            left_out: bool [R] on the device, it was not the row's turn; None if all took theirs, or if no rule wants to
+                know (``wants_left_out``).
         """
         while self._pending:
             layout = self._pending.popleft()
@@ -277,7 +288,7 @@ class Evaluator:
         skip = self._skips.look(statistics, valid)
         judged = valid if skip is None else valid & ~skip.excused
         for runner in tuple(self._runners.values()):
-            part = self._guarded(runner, lambda r: r.run(statistics, judged, skip))
+            part = self._guarded(runner, lambda r: r.run(statistics, judged, skip, left_out))
             if part is not None:
                 parts.append(part)
         if self._hold_mask is None:

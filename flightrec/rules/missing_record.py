@@ -17,13 +17,14 @@ class MissingRecord(DeviceRule):
     """Fires when a series has been absent for more iterations than its own rhythm explains.
 
     That is more than ``consecutive`` and more than ``factor`` x the longest absence that it came back from, after
-    ``min_samples`` iterations in which it was there. So a tensor that is recorded in every n-th iteration, or in turn
-    with others, is not missing; nor are gradients while a scaler skips steps: such iterations do not count. The value
-    is the number of iterations without it. It fires once, and again when it has come back for ``rearm`` iterations and
-    is gone again.
+    ``min_samples`` iterations in which it was there. So a tensor that is recorded in every n-th iteration is not
+    missing, nor is one whose turn it is not under a budget, nor are gradients while a scaler skips steps: such
+    iterations do not count. The value is the number of iterations without it. It fires once, and again when it has
+    come back for ``rearm`` iterations and is gone again.
     """
 
     kind: ClassVar[str] = "missing_record"
+    wants_left_out: ClassVar[bool] = True
 
     def __init__(self, config: MissingRecordRule, state: SeriesState) -> None:
         super().__init__(config, state)
@@ -39,8 +40,11 @@ class MissingRecord(DeviceRule):
         there = samples.present.any(1)
         gap, longest, count = self.state["gap"], self.state["longest"], self.state["samples"]
         longest.copy_(torch.where(there, torch.maximum(longest, gap), longest))
-        excused = samples.excused()
-        gap.add_(~there if excused is None else ~(there | excused)).masked_fill_(there, 0)
+        missed = ~there
+        for no_chance in (samples.excused(), samples.took_no_turn()):
+            if no_chance is not None:
+                missed = missed & ~no_chance
+        gap.add_(missed).masked_fill_(there, 0)
         count.add_(there)
         threshold = (longest.to(torch.float64) * self._factor).clamp_(min=self._consecutive)
         faulty = (gap > threshold) & (count >= self._min_samples)

@@ -21,9 +21,14 @@ class StaleScale(DeviceRule):
     scale follows. With ``margin`` the recorded amax history is held against the scale too, as the recipe "range / the
     largest of the history / 2^margin" computes it: then a history that grew while the scale did not also counts. A
     sample is the largest ratio over the microbatches; an all-zero tensor says nothing of its scale and is none.
+
+    Under a budget, samples that follow each other may be many iterations apart, each beyond the range for an iteration
+    of its own. Across turns that the tensor did not get, samples count as in a row only if the scale is still the same
+    word: then it did not follow in all that time.
     """
 
     kind: ClassVar[str] = "stale_scale"
+    wants_left_out: ClassVar[bool] = True
 
     def __init__(self, config: StaleScaleRule, state: SeriesState) -> None:
         super().__init__(config, state)
@@ -34,6 +39,8 @@ class StaleScale(DeviceRule):
         self._zero = torch.zeros((), dtype=torch.float64, device=state.device)
         state.declare("run", dtype=torch.int32)  # samples in a row beyond the factor
         state.declare("samples", dtype=torch.int64)
+        state.declare("passed", dtype=torch.bool)  # turns without it since the last sample
+        state.declare("scale", dtype=torch.float64, initial=float("nan"), shape=(2,))  # smallest and largest word then
 
     def judge(self, samples: Samples) -> Judgement:
         """Judge one tick; see the class."""
@@ -42,10 +49,25 @@ class StaleScale(DeviceRule):
         rows = value > self._factor
         sampled, excess = (value > 0).any(1), rows.any(1)
         run, count = self.state["run"], self.state["samples"]
+        run.masked_fill_(self._followed(samples, sampled), 0)
         run.add_(excess).clamp_(max=self._consecutive).masked_fill_(sampled ^ excess, 0)
         faulty = excess & (run >= self._consecutive) & (count >= self._min_samples)
         count.add_(sampled)
         return Judgement(sampled, faulty, rows, value, self._factor)
+
+    def _followed(self, samples: Samples, sampled: Tensor) -> Tensor:
+        """Bool [S]: the scale has changed over turns that the series did not get."""
+        passed, known = self.state["passed"], self.state["scale"]
+        low = samples.column(Statistic.SCALE_MIN).nan_to_num(torch.inf).masked_fill(~samples.present, torch.inf).amin(1)
+        high = samples.column(Statistic.SCALE_MAX).nan_to_num(-torch.inf)
+        now = torch.stack((low, high.masked_fill(~samples.present, -torch.inf).amax(1)), dim=1)
+        followed = sampled & passed & (now != known).any(1)
+        known.copy_(torch.where(sampled[:, None], now, known))
+        waiting = samples.took_no_turn()
+        if waiting is not None:
+            passed.logical_or_(waiting)
+        passed.masked_fill_(sampled, False)
+        return followed
 
     def _ratio(self, samples: Samples) -> Tensor:
         now = samples.column(Statistic.RANGE_RATIO)
