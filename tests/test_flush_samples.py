@@ -47,6 +47,15 @@ def test_formulas_and_the_worst_of_microbatches(seed):
         np.testing.assert_allclose(got[:, series], [wanted[name] for name in HISTORY_STATISTICS], rtol=1e-12)
 
 
+def test_a_row_that_was_never_written_is_no_sample_and_an_empty_tensor_is():
+    rows = np.zeros((2, NUM_STATISTICS))
+    rows[1, Statistic.AMAX] = np.nan
+    with np.errstate(all="ignore"):
+        values = derive(rows, QUANTIZED)
+    assert np.isnan(values[:, 0]).all()
+    assert values[HISTORY_STATISTICS.index("numel"), 1] == 0
+
+
 def layouts_of(names: list[tuple[str, int, int]]) -> list[RecordLayout]:
     """One layout for each (layer, microbatch, quantizer)."""
     return [
@@ -123,7 +132,7 @@ def through_a_file(state):
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
+    return torch.load(buffer, weights_only=True)
 
 
 def records_of(incident):

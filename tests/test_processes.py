@@ -189,3 +189,29 @@ def test_the_history_survives_a_kill_of_either_process(killed, tmp_path):
     assert series.iterations.tolist()[:52] == list(range(52))
     assert series["amax"][:51].tolist() == [float(n) for n in range(51)]
     assert series["nan_count"][[50, 51]].tolist() == [0.0, 1.0]
+
+
+@pytest.mark.dist
+def test_a_forked_child_adds_nothing_to_the_history(tmp_path):
+    process = start(
+        """
+        recorder = flightrec.Recorder({"select": [{"tensors": "*"}]}, directory=sys.argv[1])
+        def run(values):
+            for value in values:
+                recorder.record("x", "output", high_precision=torch.tensor([value]))
+                recorder.step()
+        run([1.0, 2.0])
+        child = os.fork()
+        if child == 0:
+            run([100.0] * 5)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        recorder.trigger("now")
+        run([3.0])
+        recorder.close()
+        """,
+        str(tmp_path / "out"),
+    )
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert wait_for_incident(tmp_path / "out").history.series(layer="x")["amax"].tolist() == [1.0, 2.0, 3.0]

@@ -200,7 +200,7 @@ def test_a_history_of_any_length_fits_into_an_incident(tmp_path):
     history = ScalarHistory(1000)
     history.load_state_dict({f"metric.{i}": [(k, 0.5) for k in range(1000)] for i in range(2200)})
     columns = history.columns()
-    assert sum(len(values) for _, values in columns.values()) <= MAX_SAMPLES
+    assert sum(len(values) for _, values, _ in columns.values()) <= MAX_SAMPLES
     assert columns["metric.7"][0][-1] == 999
 
     with flightrec.Recorder(config(), directory=tmp_path) as recorder:

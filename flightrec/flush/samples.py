@@ -75,6 +75,8 @@ def derive(rows: Floats, kind: int) -> Floats:
         )
         for number, values in enumerate(derived, len(PLAIN_STATISTICS)):
             out[number] = values
+    # A tensor that could not be read (on another device, say) never wrote its row; an empty one has no amax.
+    out[:, (numel == 0) & (column[Statistic.AMAX] == 0)] = np.nan
     return out
 
 
