@@ -43,7 +43,7 @@ _replaced: list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]] = []  #
 
 
 def listen(listener: Listener) -> None:
-    """Tell ``listener``, held weakly, from now on; the first one replaces the functions that this torch has."""
+    """Tell ``listener`` from now on; it is held weakly. The first one replaces what this version of torch has."""
     with _lock:
         _listeners.add(listener)
         for module, name in () if _replaced else _NAMES:
