@@ -170,12 +170,12 @@ def test_an_expanded_element_is_no_reason_and_costs_nothing():
     assert observe(huge).plain.shape == huge.shape
 
 
-def test_fake_tensors_are_passed_over_in_silence():
+def test_fake_tensors_give_a_reason():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(2))
-    assert observe(fake) == (None, None, "")
+    assert observe(fake) == (None, None, "fake tensor without data")
 
 
 def test_quantized_wrappers_are_handed_on_as_they_are():

@@ -75,8 +75,7 @@ class Keeper:
         """
         observed = observe(value)
         if observed.plain is None and observed.quantized is None:
-            if observed.reason:
-                self.blind(layer, tensor, observed.reason)
+            self.blind(layer, tensor, observed.reason)
             return
         self.sink.capture(
             layer,

@@ -26,7 +26,7 @@ class Observed(NamedTuple):
     Attributes:
         plain: detached plain tensor, on the original's memory where that holds the values as they are, or None.
         quantized: what ``extract`` takes: the quantized tensor itself, or finished parts; or None.
-        reason: why the tensor cannot be recorded; empty for a tensor that has no data at all (fake tensors).
+        reason: why the tensor cannot be recorded.
     """
 
     plain: torch.Tensor | None = None
@@ -49,7 +49,7 @@ def observe(tensor: torch.Tensor) -> Observed:
     if kind is torch.Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer:
         return _native(tensor)
     if isinstance(tensor, FakeTensor):
-        return Observed()
+        return Observed(reason="fake tensor without data")
     if is_lazy(tensor):
         return Observed(reason="lazy parameter without data yet")
     if sharded.is_dtensor(tensor):
@@ -202,7 +202,7 @@ def _dtensor(tensor: Any) -> Observed:
     local = sharded.local_part(tensor)
     found = observe(local)
     if found.plain is None and found.quantized is None:
-        return Observed(reason=f"DTensor: {found.reason}") if found.reason else found
+        return Observed(reason=f"DTensor: {found.reason}")
     if found.quantized is None:
         return Observed(found.plain, QuantizedParts(sharded.info_of(tensor, dtype_name(local.dtype)), {}))
     parts, reason = extract(found.quantized)

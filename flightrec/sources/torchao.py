@@ -212,8 +212,7 @@ class TorchaoSource:
                 observed = observe(original)
                 plain = observed.plain
                 if plain is None and quantized is None:
-                    if observed.reason:
-                        self._keeper.blind(stamp.layer, tensor, observed.reason)
+                    self._keeper.blind(stamp.layer, tensor, observed.reason)
                     return
             self._keeper.sink.capture(
                 stamp.layer,
