@@ -326,7 +326,8 @@ class Recorder:
         with capture.guard("close"):
             self._client.close(0.0)  # stopped already, unless closing failed: then at least nobody waits for it
         capture.off = True
-        self._detach_all("close() was called")
+        with capture.guard("the end of recording"):
+            self._detach_all("close() was called")
         capture.engine = None  # the ring's memory is free, whoever still holds the recorder
 
     def __enter__(self) -> Recorder:
@@ -434,7 +435,8 @@ class Recorder:
     def _switch_off(self, why: str) -> None:
         if not self._capture.off:
             self._capture.off = True
-            self._detach_all(why)
+            with self._capture.guard("the end of recording"):
+                self._detach_all(why)
 
     def _detach_all(self, why: str) -> None:
         if self._attachment is not None:
