@@ -14,17 +14,22 @@ from typing import Any
 
 import torch
 
+from flightrec.boundary import last_word, shown
 from flightrec.budget.rotation import Rotation
 from flightrec.config.model import Config
 from flightrec.config.selection import Selection
 from flightrec.engine import Engine
+from flightrec.hosthooks import describe
 from flightrec.records import NO_MICROBATCH, Key, Phase, Stage
 from flightrec.ring.registry import MAX_CALLS, MAX_KEYS
 from flightrec.sources.extract import extract
+from flightrec.sources.observe import Observed, observe
 from flightrec.sources.sink import quiet
-from flightrec.sources.traversal import Observed, observe
 
 logger = logging.getLogger("flightrec")
+
+MAX_DEAD_PARTS = 16
+"""After failures of so many parts the cause is none of them (a dead device): recording ends."""
 
 
 class Capture:
@@ -106,13 +111,17 @@ class Capture:
                     self.blind(layer, tensor, reason)
                     if high_precision is None:
                         return
+            if parts is not None and not parts.has_rows:
+                valid_rows = None
+            elif valid_rows is None:
+                valid_rows = self.valid_rows.get(layer)
             begun = rotation.costs.begin()
             layout = engine.record(
                 Key(layer, tensor, part, microbatch, phase, call, stage),
                 high_precision=high_precision,
                 quantized=parts,
                 keep=selection.keep,
-                valid_rows=self.valid_rows.get(layer) if valid_rows is None else valid_rows,
+                valid_rows=valid_rows,
             )
             rotation.costs.end(begun, layout)
             if layout is None:
@@ -174,7 +183,7 @@ class Capture:
         self,
         layer: str,
         tensor: str,
-        high_precision: torch.Tensor | None,
+        high_precision: object | None,
         *,
         part: str,
         microbatch: int,
@@ -184,6 +193,9 @@ class Capture:
         valid_rows: int | torch.Tensor | None = None,
     ) -> None:
         """Record a user's tensor of any kind, or note why not."""
+        if high_precision is not None and not isinstance(high_precision, torch.Tensor):
+            self.blind(layer, tensor, f"expected a tensor, got {type(high_precision).__qualname__}")
+            return
         observed = observe(high_precision) if high_precision is not None else Observed()
         if observed.plain is None and observed.quantized is None and quantized is None and columnwise is None:
             self.blind(layer, tensor, observed.reason or "it has no data")
@@ -208,19 +220,25 @@ class Capture:
         if self.off or self.engine is None:
             return
         with self.guard(f"{tensor} {part}".rstrip()), quiet():
-            if not isinstance(value, torch.Tensor):
-                value = torch.full((), float(value), dtype=torch.float64, device=self.engine.device)
-            self.keep("", tensor, value, part=part, microbatch=microbatch, stage=stage)
+            made = value if isinstance(value, torch.Tensor) else _as_tensor(value, self.engine.device)
+            self.keep("", tensor, made, part=part, microbatch=microbatch, stage=stage)
 
     def disarm(self, part: str, error: Exception) -> None:
         """Something of ours failed: log it once, never use that part again, say so in incidents."""
         if part in self._dead_parts:
             return
         self._dead_parts.add(part)
-        logger.error("flightrec: %s failed and is disarmed; training goes on: %s", part, error, exc_info=error)
-        self._notes["", part] = f"failed and was disarmed: {type(error).__name__}: {error}"
-        if self.engine is not None:
-            self.engine.flusher.note_blind("", part, self._notes["", part])
+        try:
+            what = describe(error)
+            self._notes["", part] = f"failed and was disarmed: {what}"
+            if self.engine is not None:
+                self.engine.flusher.note_blind("", part, self._notes["", part])
+            logger.error("flightrec: %s failed and is disarmed; training goes on: %s", part, what, exc_info=error)
+        except Exception:  # of a log's handler, or of the note
+            last_word(part, error)
+        if len(self._dead_parts) == MAX_DEAD_PARTS:
+            self.off = True
+            self.disarm(f"the recorder, after {MAX_DEAD_PARTS} of its parts,", error)
 
     def _set_microbatch(self, index: int) -> None:
         if self.num_microbatches == 0 and self.on_first_microbatch is not None:
@@ -243,7 +261,10 @@ class Guard:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, Exception):
-            self._capture.disarm(self._part, error)
+            try:
+                self._capture.disarm(self._part, error)
+            except Exception:
+                last_word(self._part, error)
             return True
         return False
 
@@ -258,12 +279,33 @@ class Microbatch:
         self._outer: tuple[int, bool] | None = None
 
     def __enter__(self) -> None:
-        with self._capture.guard(f"microbatch({self._index!r})"):
-            self._outer = self._capture.begin_microbatch(operator.index(self._index))
-            for name, value in (self._data or {}).items():
-                tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-                self._capture.keep_scalar("metric", f"data.{name}", tensor, self._index, Stage.START)
+        with self._capture.guard(f"microbatch({shown(self._index)})"):
+            index = operator.index(self._index)
+            self._outer = self._capture.begin_microbatch(index)
+            if self._data is not None:
+                self._keep_data(index)
 
     def __exit__(self, *_: object) -> None:
-        if self._outer is not None:
-            self._capture.end_microbatch(self._outer)
+        with self._capture.guard("the end of a microbatch"):
+            if self._outer is not None:
+                self._capture.end_microbatch(self._outer)
+
+    def _keep_data(self, index: int) -> None:
+        """Each value behind a guard of its own: one that cannot be kept leaves the others."""
+        if not isinstance(self._data, Mapping):
+            raise TypeError(f"microbatch(data=): expected a mapping, got {type(self._data).__qualname__}")
+        for name, value in self._data.items():
+            if value is not None:
+                self._capture.keep_scalar("metric", f"data.{name}", value, index, Stage.START)
+
+
+def _as_tensor(value: Any, device: torch.device) -> torch.Tensor:
+    """A number, or numbers in a list or array, as a tensor on the device. No synchronisation."""
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"expected a tensor or numbers, got the text {shown(value)}")
+    if isinstance(value, complex):
+        return torch.full((), value, dtype=torch.complex128, device=device)
+    if not hasattr(value, "__len__") and getattr(value, "ndim", 0) == 0:
+        return torch.full((), float(value), dtype=torch.float64, device=device)
+    made = torch.as_tensor(value, device="cpu")  # whatever the default device is
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flightrec.boundary import last_word
 from flightrec.budget.rotation import Rotation
 from flightrec.config.model import Config
 from flightrec.config.sizes import Share
@@ -37,6 +38,11 @@ logger = logging.getLogger("flightrec")
 LATENCY_TICKS = 2
 """Slots for the iterations between a fault and the host's answer to it, and while held slots are copied."""
 
+MAX_TROUBLES = 16
+"""Failures of parts that recording can do without; after more of them it ends."""
+
+_T = TypeVar("_T")
+
 MAX_FIRINGS = 1000
 """Rows of one iteration that are told as firings; beyond that a fault is everywhere and the records tell."""
 
@@ -52,6 +58,7 @@ class Engine:
         first_tick: the tick of the next iteration.
         on_failure: told once of each rule that raised and was disabled.
         rotation: whose turn it is under a budget; None for none.
+        on_trouble: told of each other part that raised while the rest goes on.
     """
 
     def __init__(
@@ -64,8 +71,11 @@ class Engine:
         first_tick: int = 0,
         on_failure: Callable[[str, Exception], None] | None = None,
         rotation: Rotation | None = None,
+        on_trouble: Callable[[str, Exception], None] = last_word,
     ) -> None:
         self.device = device
+        self._on_trouble = on_trouble
+        self._num_troubles = 0
         self._config = config
         self._rules = config.triggers
         self._rotation = rotation
@@ -132,9 +142,9 @@ class Engine:
         """
         self._close_tick(info, host_firings)
         self.ring.begin(info.tick + 1)
-        for view in self._queue.poll():
-            self._take(view)
-        self.flusher.pump()
+        for view in self._contain("reading verdicts", self._queue.poll) or ():
+            self._contain("taking a verdict", self._take, view)
+        self._contain("writing incidents", self.flusher.pump)
 
     @torch.no_grad()
     def fault(self, info: TickInfo, host_firings: Sequence[Firing], timeout_s: float) -> bool:
@@ -155,8 +165,8 @@ class Engine:
             logger.error("flightrec: the device cannot be read any more (%s): what its ring held is lost", error)
             return False
         for view in views:
-            self._take(view)
-        self.flusher.finish()
+            self._contain("taking a verdict", self._take, view)
+        self._contain("ending incidents", self.flusher.finish)
         return self.flusher.drain(timeout_s)
 
     def close(self, info: TickInfo | None, host_firings: Sequence[Firing], timeout_s: float) -> bool:
@@ -174,11 +184,26 @@ class Engine:
             if info is not None and (host_firings or self.ring.index(info.tick).layout_ids):
                 self._close_tick(info, host_firings)
             for view in self._queue.poll(wait=True):
-                self._take(view)
+                self._contain("taking a verdict", self._take, view)
         except Exception as error:  # a dead CUDA context
             logger.error("flightrec: the last verdicts cannot be read (%s)", error)
-        self.flusher.finish()
+        self._contain("ending incidents", self.flusher.finish)
         return self.flusher.close(timeout_s)
+
+    def _contain(self, part: str, call: Callable[..., _T], *args: Any) -> _T | None:
+        """Call something whose failure costs its own result only: told, and tried again the next time.
+
+        Raises:
+            Exception: it failed again and again; there is no use in going on.
+        """
+        try:
+            return call(*args)
+        except Exception as error:
+            self._num_troubles += 1
+            if self._num_troubles > MAX_TROUBLES:
+                raise
+            self._on_trouble(part, error)
+            return None
 
     # -- one tick ----------------------------------------------------------------------------------------------------
 
@@ -187,20 +212,24 @@ class Engine:
         ring.join()
         if not ring.committed:
             ring.commit()
-            self.flusher.prepare(ring.bytes_per_iteration * (ring.iterations + self._config.incident.after + 1))
-            logger.info("flightrec: %s", ring.summary())
+            num_bytes = ring.bytes_per_iteration * (ring.iterations + self._config.incident.after + 1)
+            self._contain("pinning staging memory", self.flusher.prepare, num_bytes)
+            logger.info("flightrec: %s", self._contain("the ring's summary", ring.summary))
         if len(ring.layouts) != self._num_layouts_seen:
-            self._see_layouts()
+            self._contain("telling layouts", self._see_layouts)
         if host_firings:
             self._host_firings[info.tick] = list(host_firings)
-        for number, allowed in enumerate(self.limits.allowed(info.tick)):
-            self.evaluator.set_may_hold(number, allowed)
+        self._contain("the limits", self._set_limits, info.tick)
         statistics, valid = ring.gather(info.tick)
         verdict = self.evaluator.evaluate(info.tick, statistics, valid, self._left_out(info, len(valid)))
         hold_request = ~self._false if host_firings else None
-        ring.advance(info.tick, verdict.hold, self._release(), hold_request)
+        ring.advance(info.tick, verdict.hold, self._contain("releasing slots", self._release), hold_request)
         self._log.add(info)
-        self._queue.push(info.tick, verdict, ring.slots.state, statistics)
+        self._contain("queueing a verdict", self._queue.push, info.tick, verdict, ring.slots.state, statistics)
+
+    def _set_limits(self, tick: int) -> None:
+        for number, allowed in enumerate(self.limits.allowed(tick)):
+            self.evaluator.set_may_hold(number, allowed)
 
     def _left_out(self, info: TickInfo, num_rows: int) -> torch.Tensor | None:
         """Rows that rotation left out of this tick, bool [R] on the device; None if no rule wants to know."""
@@ -315,12 +344,16 @@ class Engine:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave. Synchronises."""
-        self.evaluator.load_state_dict(state["rules"])
-        self.limits.load_state_dict(state["limits"])
-        self.history.load_state_dict(state["history"])
+        """Take over what ``state_dict`` gave, each part that can be used. Synchronises."""
+        loads: dict[str, Callable[[Any], None]] = {
+            "rules": self.evaluator.load_state_dict,
+            "limits": self.limits.load_state_dict,
+            "history": self.history.load_state_dict,
+        }
         if self._samples is not None and state.get("samples"):
-            self._samples.load_state_dict(state["samples"])
+            loads["samples"] = self._samples.load_state_dict
+        for name, load in loads.items():
+            self._contain(f"load_state_dict: {name}", lambda name=name, load=load: load(state[name]))
 
 
 def scalar_of(row: NDArray[np.float64]) -> float:

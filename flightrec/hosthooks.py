@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Protocol
 
+from flightrec.boundary import contained
+
 
 class Listener(Protocol):
     """Who is told of exceptions that nobody caught; neither method may raise."""
@@ -49,14 +51,16 @@ class _Hooks:
             self._installed = False
 
     def _hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for listener in list(self._listeners):
-            listener.on_uncaught(error)
+        with contained("the hook for uncaught exceptions"):
+            for listener in list(self._listeners):
+                listener.on_uncaught(error)
         self._previous(kind, error, trace)
 
     def _thread_hook(self, args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is not None:
-            for listener in list(self._listeners):
-                listener.on_thread_uncaught(args.exc_value)
+        with contained("the hook for exceptions of threads"):
+            if args.exc_value is not None:
+                for listener in list(self._listeners):
+                    listener.on_thread_uncaught(args.exc_value)
         self._previous_thread(args)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from flightrec.attachment import Attachment
+from flightrec.boundary import contained, shown
 from flightrec.capture import Capture, Microbatch
 from flightrec.config.load import load, packaged
 from flightrec.config.model import Config
@@ -164,8 +165,9 @@ class Recorder:
         Args:
             loss: any shape, usually 0-dim; stays the caller's.
         """
-        if self._have_engine(loss):
-            self._capture.keep_scalar("loss", "", loss, max(self._capture.microbatch_index, 0), Stage.LOSS)
+        with self._capture.guard("loss()"):
+            if self._have_engine(loss):
+                self._capture.keep_scalar("loss", "", loss, max(self._capture.microbatch_index, 0), Stage.LOSS)
 
     def record(
         self,
@@ -190,9 +192,9 @@ class Recorder:
             valid_rows: rows of dimension 0 that count; the rest is padding. Overrules ``valid_rows()``.
         """
         capture = self._capture
-        if not self._have_engine(high_precision, quantized, columnwise):
-            return
-        with capture.guard(f"record({layer!r}, {tensor!r})"), quiet():
+        with capture.guard(f"record({shown(layer)}, {shown(tensor)})"), quiet():
+            if not self._have_engine(high_precision, quantized, columnwise):
+                return
             layer, tensor = str(layer), str(tensor)
             if tensor not in TENSORS:
                 capture.blind(layer, tensor, f"expected one of {', '.join(TENSORS)} as the tensor's name")
@@ -216,12 +218,17 @@ class Recorder:
             layer: qualified name.
             num_rows: a number, or a 0-dim integer tensor on the model's device (no synchronisation).
         """
-        with self._capture.guard(f"valid_rows({layer!r})"):
+        with self._capture.guard(f"valid_rows({shown(layer)})"):
+            if not isinstance(num_rows, torch.Tensor):
+                num_rows = operator.index(num_rows)
+            elif num_rows.numel() != 1 or num_rows.is_floating_point() or num_rows.is_complex():
+                raise TypeError(f"valid_rows: expected one integer, got {num_rows.dtype} {tuple(num_rows.shape)}")
             self._capture.valid_rows[layer] = num_rows
 
     def trigger(self, reason: str) -> None:
         """Write an incident for the current iteration, once ``step`` ends it."""
-        self._host_rules.add_reason(reason)
+        with self._capture.guard("trigger()"):
+            self._host_rules.add_reason(reason if isinstance(reason, str) else shown(reason))
 
     def step(
         self,
@@ -241,7 +248,7 @@ class Recorder:
         if self._capture.off:
             return
         try:
-            self._step(loss, metrics or {})
+            self._step(loss, metrics)
         except RingMemoryError:
             self._switch_off("the selection does not fit into ring.memory")
             raise
@@ -275,10 +282,11 @@ class Recorder:
 
     def summary(self) -> str:
         """What the ring holds, and what is recorded when at which cost, as text; empty before the first ``step``."""
-        engine = self._capture.engine
-        if engine is None or not engine.ring.committed:
-            return ""
-        return "\n".join([engine.ring.summary(), *self._capture.rotation.describe()])
+        with self._capture.guard("summary()"):
+            engine = self._capture.engine
+            if engine is not None and engine.ring.committed:
+                return "\n".join([engine.ring.summary(), *self._capture.rotation.describe()])
+        return ""
 
     # -- state and end -----------------------------------------------------------------------------------------------
 
@@ -293,10 +301,11 @@ class Recorder:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state_dict`` was taken, as a new attempt. Call it before or after ``attach``. Synchronises."""
         with self._capture.guard("load_state_dict"):
-            self._attempt = int(state["attempt"]) + 1
-            self._capture.iteration = int(state["iteration"])
-            self._highest_iteration = self._capture.iteration - 1
-            self._loaded = state.get("engine")
+            attempt, iteration, loaded = int(state["attempt"]), int(state["iteration"]), state.get("engine")
+            self._attempt = attempt + 1  # from here on all of it is usable
+            self._capture.iteration = iteration
+            self._highest_iteration = iteration - 1
+            self._loaded = loaded
             if self._capture.engine is not None and self._loaded is not None:
                 self._capture.engine.load_state_dict(self._loaded)
 
@@ -308,8 +317,9 @@ class Recorder:
         if self._closed:
             return
         self._closed = True
-        stop_listening(self)
         capture, engine = self._capture, self._capture.engine
+        with capture.guard("close"):
+            stop_listening(self)
         with capture.guard("close"):
             if engine is None:
                 self._client.close(DRAIN_TIMEOUT_S)
@@ -321,9 +331,12 @@ class Recorder:
                 capture.off = True
                 if not engine.close(info, self._host_firings() if info else (), DRAIN_TIMEOUT_S):
                     logger.error("flightrec: not all evidence was written in %.0f s", DRAIN_TIMEOUT_S)
+        with capture.guard("close"):
+            self._client.close(0.0)  # stopped already, unless closing failed: then at least nobody waits for it
         capture.off = True
-        self._history.close()
-        self._detach_all("close() was called")
+        with capture.guard("the end of recording"):
+            self._history.close()
+            self._detach_all("close() was called")
         capture.engine = None  # the ring's memory is free, whoever still holds the recorder
 
     def __enter__(self) -> Recorder:
@@ -338,17 +351,18 @@ class Recorder:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _step(self, loss: torch.Tensor | float | None, metrics: Mapping[str, torch.Tensor | float]) -> None:
+    def _step(self, loss: torch.Tensor | float | None, metrics: Mapping[str, torch.Tensor | float] | None) -> None:
         capture = self._capture
         if self._attachment is not None:
             self._attachment.after_step()
-        if loss is not None and self._have_engine(loss):
-            capture.keep_scalar("loss", "", loss, NO_MICROBATCH, Stage.LOSS)
+        with capture.guard("step(loss=)"):
+            if loss is not None and self._have_engine(loss):
+                capture.keep_scalar("loss", "", loss, NO_MICROBATCH, Stage.LOSS)
         with capture.guard("step(metrics=)"):
-            for name, value in metrics.items():
-                if self._have_engine(value):
+            for name, value in () if metrics is None else metrics.items():
+                if value is not None and self._have_engine(value):
                     capture.keep_scalar("metric", str(name), value, NO_MICROBATCH, Stage.AFTER_STEP)
-        self._keep_scalars_of_attachment(metrics)
+        self._keep_scalars_of_attachment(metrics or ())
         began_s = time.perf_counter()
         if capture.engine is not None:
             capture.engine.step(self._info(), self._host_firings())
@@ -409,7 +423,7 @@ class Recorder:
         with self._capture.guard("start"):
             for value in values:
                 tensor = value if isinstance(value, torch.Tensor) else getattr(value, "data", None)
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
                     self._make_engine(tensor.device)
                     return True
         return False
@@ -425,6 +439,7 @@ class Recorder:
             first_tick=self._tick,
             on_failure=self._rule_failed,
             rotation=self._capture.rotation,
+            on_trouble=self._capture.disarm,
         )
         self._capture.rotation.measure(device)
         engine.flusher.send_config(self._config.text, environment(device, model))
@@ -450,7 +465,8 @@ class Recorder:
     def _switch_off(self, why: str) -> None:
         if not self._capture.off:
             self._capture.off = True
-            self._detach_all(why)
+            with self._capture.guard("the end of recording"):
+                self._detach_all(why)
 
     def _detach_all(self, why: str) -> None:
         if self._attachment is not None:
@@ -460,7 +476,7 @@ class Recorder:
         self._facts.stop()
 
     def _forget_in_child(self) -> None:
-        """After ``os.fork``: the child (a data loader's worker) records nothing and closes nothing."""
+        """After ``os.fork``: the child (a data loader's worker) records nothing and closes nothing. Never raises."""
         self._capture.off = True
         self._closed = True
 
@@ -469,8 +485,9 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    for recorder in list(_recorders):
-        recorder._forget_in_child()
+    with contained("forgetting recorders in a forked process"):
+        for recorder in list(_recorders):
+            recorder._forget_in_child()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -479,4 +496,5 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 def _close_at_exit(reference: weakref.ref[Recorder]) -> None:
     recorder = reference()
     if recorder is not None:
-        recorder.close()
+        with contained("closing a recorder at exit"):
+            recorder.close()

@@ -237,8 +237,8 @@ class QuantizerInfo:
     Attributes:
         class_name: qualified name of the producing class, or ``flightrec.Quantized``.
         format: element format of the codes (``float8_e4m3fn``, ...).
-        scale_direction: ``multiply_to_encode`` (component ``scale``), ``multiply_to_decode`` (``scale_inv``), or
-            ``none``.
+        scale_direction: ``multiply_to_encode`` (component ``scale``), ``multiply_to_decode`` (``scale_inv``),
+            ``none``, or ``unknown`` for arrays of a class that is not understood.
         block_shape: elements that share a scale, one entry a dimension of ``shape``; empty for one scale a tensor.
         metadata: everything else, JSON-able.
     """

@@ -106,3 +106,13 @@ def test_scalar_codes() -> None:
 def test_unknown_format_names_the_known_ones() -> None:
     with pytest.raises(FormatError, match=r"float9.*bfloat16"):
         base.storage_dtype("float9")
+
+
+def test_half_complex_numbers_come_as_complex64():
+    halves = np.array([1.5, -2.0, np.nan, np.inf], np.float16).reshape(2, 1, 2)
+    decoded = base.decode(halves.view("<u4").reshape(2, 1), "complex32")
+    assert decoded.dtype == np.complex64
+    assert decoded.shape == (2, 1)
+    assert decoded[0, 0] == 1.5 - 2j
+    assert np.isnan(decoded[1, 0].real)
+    assert np.isposinf(decoded[1, 0].imag)

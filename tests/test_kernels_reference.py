@@ -97,13 +97,27 @@ def test_integers(implementation, dtype):
 
 
 @all_implementations
-def test_complex_counts_words_and_keeps_bits(implementation):
-    x = torch.tensor([1 + 2j, complex(math.nan, 0)], dtype=torch.complex64)
+@pytest.mark.parametrize("dtype", [torch.complex32, torch.complex64, torch.complex128], ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_a_complex_element_counts_once(implementation, dtype):
+    inf, nan = math.inf, math.nan
+    values = [3 + 4j, 0j, complex(nan, 1), complex(1, nan), complex(nan, inf), complex(-inf, 2), complex(-inf, inf)]
+    x = torch.tensor(values, dtype=dtype)
     destination, row = run_capture(implementation, x.conj())
-    assert row[Statistic.NUMEL] == 4
-    assert row[Statistic.NAN_COUNT] == 1
-    assert row[Statistic.AMAX] == 2
+    assert row[Statistic.NUMEL] == 7
+    assert row[Statistic.NAN_COUNT] == 3
+    assert row[Statistic.POSITIVE_INF_COUNT] + row[Statistic.NEGATIVE_INF_COUNT] == 2
+    assert row[Statistic.ZERO_COUNT] == 1
+    assert row[Statistic.AMAX] == 5
+    assert row[Statistic.SUM_OF_SQUARES] == 25
     np.testing.assert_array_equal(bits(destination.high_precision[2]), bits(x.conj().resolve_conj()))
+
+
+@all_implementations
+def test_a_finite_magnitude_beyond_float32_is_finite(implementation):
+    _, row = run_capture(implementation, torch.tensor([complex(3e38, 3e38)], dtype=torch.complex64))
+    assert row[Statistic.NAN_COUNT] == row[Statistic.POSITIVE_INF_COUNT] == 0
+    assert row[Statistic.AMAX] == pytest.approx(math.hypot(3e38, 3e38), rel=1e-6)
 
 
 @all_implementations

@@ -148,7 +148,9 @@ def test_any_wrapper_is_kept_raw_under_its_class_name():
     assert set(parts.components) == {"qdata", "scale"}
     assert torch.equal(parts.components["qdata"], codes)
     assert parts.info.class_name.endswith("Blocks")
-    assert parts.info.scale_direction == "none"
+    assert parts.info.scale_direction == "unknown"
+    assert not parts.is_understood
+    assert parts.info.metadata["attributes"] == {"qdata": "_qdata", "scale": "_scale"}
     assert parts.pair_codes is None
     assert parts.info.metadata["original_dtype"] == "bfloat16"
     assert parts.info.metadata["context"]["layout"] == {"block": 16, "dtype": "int8"}
@@ -195,3 +197,53 @@ def test_torchao_float8_tensorwise_and_axiswise():
     assert parts.info.format == "float8_e5m2"
     assert parts.info.metadata["axiswise_dim"] == -1
     json.dumps(parts.info.to_json())
+
+
+def test_attributes_that_differ_in_case_or_underscores_are_told_apart(monkeypatch):
+    def flatten(self):
+        return ["_scale", "scale", "high_precision"], None
+
+    monkeypatch.setattr(Blocks, "__tensor_flatten__", flatten)
+    wrapper = Blocks(torch.zeros(1, dtype=torch.int8), torch.ones(1))
+    wrapper.scale, wrapper.high_precision = torch.full((1,), 2.0), torch.full((1,), 3.0)
+    parts, _ = extract(wrapper)
+    assert {name: tensor.item() for name, tensor in parts.components.items()} == {
+        "scale": 1.0,
+        "scale_": 2.0,
+        "inner_high_precision": 3.0,
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.qint8, torch.quint8, torch.qint32], ids=str)
+@pytest.mark.parametrize("axis", [None, 0, 1, -1])
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_quantized_dtypes_dequantize_to_the_same_bits(dtype, axis):
+    from flightrec.codecs import scaled
+
+    x = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    step = 1e-7 if dtype is torch.qint32 else 0.03
+    if axis is None:
+        tensor = torch.quantize_per_tensor(x, step, 3, dtype)
+    else:
+        count = x.shape[axis]
+        scales = torch.linspace(step, 2 * step, count, dtype=torch.float64)
+        tensor = torch.quantize_per_channel(x, scales, torch.arange(count), axis % 2, dtype)
+    parts, reason = extract(tensor)
+    assert reason == ""
+    components = {name: part.numpy() for name, part in parts.components.items()}
+    numbers = scaled.dequantize(components, parts.info.to_json(), formats=parts.formats, shape=(5, 7))
+    assert numbers.tobytes() == tensor.dequantize().numpy().tobytes()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_dtype_without_plain_codes_gives_a_reason():
+    x = torch.quantize_per_channel(torch.ones(2, 4), torch.ones(2), torch.zeros(2), 0, torch.quint4x2)
+    assert "quint4x2" in extract(x).reason
+
+
+def test_parts_whose_memory_is_gone_give_a_reason():
+    data = fp8((4, 4))
+    data.untyped_storage().resize_(0)
+    assert "freed" in extract(Quantized(data, "float8_e4m3fn")).reason
+    huge = torch.zeros(1, dtype=torch.uint8).expand(1 << 20, 1 << 20)
+    assert "expanded" in extract(Quantized(huge, "float8_e4m3fn")).reason

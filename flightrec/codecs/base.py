@@ -65,6 +65,7 @@ FORMATS: dict[str, ElementFormat] = {
         _native("uint16", "<u2"),
         _native("uint8", "u1"),
         _native("bool", "u1"),
+        _native("complex32", "<u4"),
         _native("complex64", "<c8"),
         _native("complex128", "<c16"),
         _codes("bfloat16", "<u2", ml_dtypes.bfloat16, 16),
@@ -129,8 +130,8 @@ def decode(codes: npt.NDArray[Any], name: str, *, num_columns: int | None = None
         num_columns: for packed FP4 the logical length of the last axis, when it is odd.
 
     Returns:
-        float32 for bfloat16, float16, FP8, FP4 and scale codes; float64, integers, booleans (as bool) and complex
-        numbers as they are. NaN payloads of bfloat16 are kept.
+        float32 for bfloat16, float16, FP8, FP4 and scale codes; complex64 for complex32; float64, integers, booleans
+        (as bool) and other complex numbers as they are. NaN payloads of bfloat16 are kept.
 
     Raises:
         FormatError: unknown format, or an array of another dtype.
@@ -142,6 +143,9 @@ def decode(codes: npt.NDArray[Any], name: str, *, num_columns: int | None = None
     if element.codes is None:
         if name == "bool":
             return np.asarray(codes != 0)
+        if name == "complex32":  # two float16: the real part in the low half
+            halves = np.ascontiguousarray(codes).view("<f2").astype(np.float32)
+            return np.asarray(halves.view(np.complex64).reshape(codes.shape))
         return codes.astype(np.float32) if name == "float16" else codes
     if name == "bfloat16":  # a shift keeps NaN payloads, which a conversion need not
         return np.asarray((codes.astype(np.uint32) << 16).view(np.float32))

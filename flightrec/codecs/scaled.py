@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flightrec.codecs import base
+from flightrec.codecs import affine, base
 from flightrec.errors import FormatError
 
 ENCODE = "multiply_to_encode"
@@ -24,12 +24,14 @@ NONE = "none"
 _PREFIXES = {"rowwise": "", "columnwise": "columnwise_"}
 _SCALES = {ENCODE: "scale", DECODE: "scale_inv"}
 _TENSOR_SCALE = "tensor_scale_inv"
+_ZERO_POINT = "zero_point"
 
 
 def component_names(present: Iterable[str], side: str = "rowwise") -> list[str]:
     """Give those of the present components that ``dequantize`` looks at (``FormatError`` for an unknown side)."""
     prefix = _prefix(side)
-    wanted = {f"{prefix}data", *(prefix + name for name in _SCALES.values()), prefix + _TENSOR_SCALE}
+    beside = (*_SCALES.values(), _TENSOR_SCALE, _ZERO_POINT)
+    wanted = {f"{prefix}data", *(prefix + name for name in beside)}
     return [name for name in present if name in wanted]
 
 
@@ -44,7 +46,8 @@ def dequantize(
     """Turn codes and scales into numbers.
 
     Args:
-        components: stored arrays: ``data`` and, by ``scale_direction``, ``scale`` or ``scale_inv``; optionally
+        components: stored arrays: ``data`` and, by ``scale_direction``, ``scale`` or ``scale_inv``; with a
+            ``zero_point`` the codes are integers, see ``affine``; optionally
             ``tensor_scale_inv`` (one float32 over all blocks, multiplies to decode). Prefixed with ``columnwise_`` for
             the columnwise side.
         info: ``QuantizerInfo.to_json()``: ``format``, ``scale_direction``, ``block_shape``, ``metadata``. Metadata
@@ -71,6 +74,8 @@ def dequantize(
         raise FormatError("scales in a hardware (swizzled) order cannot be decoded by this version")
     moved = side == "columnwise" and bool(metadata.get("columnwise_transposed"))
     stored_shape = shape if shape is None or not moved else (*shape[-1:], *shape[:-1])
+    if prefix + _ZERO_POINT in components:
+        return affine.dequantize(components, info, prefix=prefix, shape=shape)
     values = _codes(components[name], formats.get(name) or info.get("format", ""), stored_shape)
     block_shape = tuple(info.get("block_shape") or ()) if side == "rowwise" else ()
     values = _apply_scale(values, components, prefix, info.get("scale_direction", NONE), block_shape, formats)
@@ -160,7 +165,7 @@ def _apply_scale(
     if direction == NONE:
         return values
     if direction not in _SCALES:
-        raise FormatError(f"scale_direction {direction!r} is not known; expected {ENCODE}, {DECODE} or {NONE}")
+        raise FormatError(f"scale_direction {direction!r} is not understood; expected {ENCODE}, {DECODE} or {NONE}")
     name = prefix + _SCALES[direction]
     if name not in components:
         raise FormatError(f"scales that {direction} are missing: component {name!r} among {sorted(components)}")

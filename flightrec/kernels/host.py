@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from flightrec.kernels import reference
+from flightrec.kernels import pieces, reference
 from flightrec.kernels.formats import CODE_FORMATS, CodeFormat, as_bits
 from flightrec.kernels.plan import CapturePlan, Destination
 from flightrec.records import NUM_STATISTICS, Statistic
@@ -173,7 +173,7 @@ def _fast(
     valid_rows: int | None,
 ) -> bool:
     """Fill ``row``; False when the reference has to."""
-    if x is not None and x.dtype not in _FLOATS:
+    if x is not None and (x.dtype not in _FLOATS or _needs_a_copy(x)):
         return False
     codes = None
     if plan.codes >= 0:
@@ -201,13 +201,18 @@ def _flat(x: torch.Tensor, valid_rows: int | None) -> torch.Tensor:
     return x.detach().reshape(-1)
 
 
+def _needs_a_copy(x: torch.Tensor) -> bool:
+    """Whether to flatten it would copy more than is good: the reference takes it in pieces."""
+    return not x.is_contiguous() and (x.numel() > pieces.PIECE or pieces.is_expanded(x))
+
+
 def _prepare_codes(
     plan: CapturePlan, x: torch.Tensor | None, parts: Sequence[torch.Tensor], valid_rows: int | None
 ) -> _Codes | None:
     """The codes as flat bytes with what decodes them; None where only the reference knows how."""
     code_format = CODE_FORMATS.get(plan.format)
     codes = parts[plan.codes]
-    if code_format is None or codes.dtype.itemsize != 1:
+    if code_format is None or codes.dtype.itemsize != 1 or _needs_a_copy(codes):
         return None
     if valid_rows is not None and x is not None and x.dim() and codes.dim() and codes.shape[0] != x.shape[0]:
         return None

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
+from flightrec.kernels import pieces
 from flightrec.kernels.formats import CODE_FORMATS, CodeFormat, as_bits
 from flightrec.kernels.plan import CapturePlan, Destination
 from flightrec.records import NUM_STATISTICS, Statistic
 
-_Values = dict[int, torch.Tensor]
+_Values = pieces.Values
 
 CLIPPED_ABOVE = 1 + 2.0**-20
 """A scaled element is clipped beyond this multiple of the range: a scale that fits exactly is rounded itself."""
@@ -77,7 +78,7 @@ def statistics(
         values |= _high_precision(high_precision, valid_rows)
     if plan.codes >= 0:
         values |= _quantized(parts[plan.codes], plan.format, valid_rows)
-        if plan.pairs and high_precision is not None:
+        if plan.pairs and high_precision is not None and not pieces.is_expanded(parts[plan.codes]):
             scale = parts[plan.scale] if plan.scale >= 0 else None
             values |= _pair(plan, high_precision, parts[plan.codes], scale, valid_rows)
     if plan.scales:
@@ -92,7 +93,8 @@ def high_precision_statistics(x: torch.Tensor, valid_rows: int | torch.Tensor | 
     """Statistics of a high-precision tensor.
 
     Args:
-        x: any shape and strides; floating point, integer or bool. Complex counts as its real and imaginary words.
+        x: any shape and strides; floating point, integer or bool. A complex element counts once; its sum is that
+            of real and imaginary parts.
         valid_rows: only rows ``[0, n)`` of dimension 0 count; an int, or a one-element tensor on ``x``'s device.
 
     Returns:
@@ -131,8 +133,20 @@ def decode(codes: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:
 
 
 def _high_precision(x: torch.Tensor, valid_rows: int | torch.Tensor | None) -> _Values:
-    x = _as_number(x)
+    """All pieces together, each bounded in size: temporaries never are a large tensor's size again."""
+    x, valid_rows, copies = pieces.distinct(x, valid_rows)
+    values: _Values = {}
+    for piece, rows in pieces.pieces(x, valid_rows):
+        found = _piece_of_high_precision(piece, rows)
+        values = pieces.merged(values, found) if values else found
+    return values if isinstance(copies, int) and copies == 1 else pieces.repeated(values, copies)
+
+
+def _piece_of_high_precision(x: torch.Tensor, valid_rows: int | torch.Tensor | None) -> _Values:
     x, skipped = _valid_region(x, valid_rows)
+    if x.is_complex():
+        return _complex(x, skipped)
+    x = _as_number(x)
     numel = x.numel()
     if not x.is_floating_point():
         x = x.to(torch.float64)
@@ -149,11 +163,35 @@ def _high_precision(x: torch.Tensor, valid_rows: int | torch.Tensor | None) -> _
     }
     if numel:
         low, high = torch.aminmax(finite)
-        nonfinite = sum(values[c] for c in (Statistic.NAN_COUNT, *_INFINITIES))
-        some = values[Statistic.NUMEL] > nonfinite
         amax = torch.maximum(-low, high).abs().to(torch.float64)  # abs: the maximum of zeros may be -0.0
-        values[Statistic.AMAX] = torch.where(some, amax, math.nan)
+        values[Statistic.AMAX] = _where_finite(values, amax)
     return values
+
+
+def _complex(x: torch.Tensor, skipped: torch.Tensor | int) -> _Values:
+    """A complex element counts once: NaN or infinite if a part of it is, zero if both are; amax is of magnitudes."""
+    words = torch.view_as_real(x.resolve_conj()).to(torch.float64)  # magnitudes of finite float32 may exceed float32
+    is_nan = (words != words).any(-1)
+    positive = (words == math.inf).any(-1) & ~is_nan
+    negative = (words == -math.inf).any(-1) & ~is_nan & ~positive
+    finite = torch.where((is_nan | positive | negative).unsqueeze(-1), 0, words)
+    values: _Values = {
+        Statistic.NUMEL: _constant(x.numel(), x) - skipped,
+        Statistic.NAN_COUNT: is_nan.sum(),
+        Statistic.POSITIVE_INF_COUNT: positive.sum(),
+        Statistic.NEGATIVE_INF_COUNT: negative.sum(),
+        Statistic.ZERO_COUNT: (words == 0).all(-1).sum() - skipped,
+        Statistic.SUM: finite.sum(),
+        Statistic.SUM_OF_SQUARES: _sum_of_squares(finite),
+    }
+    if x.numel():
+        values[Statistic.AMAX] = _where_finite(values, torch.hypot(finite[..., 0], finite[..., 1]).amax())
+    return values
+
+
+def _where_finite(values: _Values, amax: torch.Tensor) -> torch.Tensor:
+    nonfinite = sum(values[c] for c in (Statistic.NAN_COUNT, *_INFINITIES))
+    return torch.where(values[Statistic.NUMEL] > nonfinite, amax, math.nan)
 
 
 _INFINITIES = (Statistic.POSITIVE_INF_COUNT, Statistic.NEGATIVE_INF_COUNT)
@@ -161,6 +199,17 @@ _INFINITIES = (Statistic.POSITIVE_INF_COUNT, Statistic.NEGATIVE_INF_COUNT)
 
 def _quantized(codes: torch.Tensor, format_name: str, valid_rows: int | torch.Tensor | None) -> _Values:
     code_format = CODE_FORMATS.get(format_name)
+    codes, valid_rows, copies = pieces.distinct(codes, valid_rows)
+    values: _Values = {}
+    for piece, rows in pieces.pieces(codes, valid_rows):
+        found = _piece_of_codes(piece, code_format, rows)
+        values = pieces.merged(values, found) if values else found
+    return values if isinstance(copies, int) and copies == 1 else pieces.repeated(values, copies)
+
+
+def _piece_of_codes(
+    codes: torch.Tensor, code_format: CodeFormat | None, valid_rows: int | torch.Tensor | None
+) -> _Values:
     if code_format is None:
         region, skipped = _valid_region(as_bits(codes), valid_rows)
         return {Statistic.QUANTIZED_NUMEL: _constant(region.numel(), region) - skipped}
@@ -361,8 +410,6 @@ def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def _as_number(x: torch.Tensor) -> torch.Tensor:
-    if x.is_complex():
-        return torch.view_as_real(x.resolve_conj())
     if x.dtype == torch.bool:
         return x.to(torch.uint8)
     return x.to(torch.float32) if x.dtype.itemsize == 1 and x.is_floating_point() else x

@@ -32,12 +32,17 @@ class QuantizedParts:
         formats: element format by component name where the dtype does not tell (``uint8`` that holds FP8 codes or
             packed FP4). A uint8 ``data`` or ``*_data`` takes ``info.format`` when it is not named here.
         pair_codes: the code component that the high-precision tensor was quantized to, element by element, or None.
+        is_understood: False for arrays of unknown meaning: they are kept, and no rule sees them.
+        has_rows: False where dimension 0 of the high-precision tensor is not what ``valid_rows`` counts (the values of
+            a sparse tensor).
     """
 
     info: QuantizerInfo
     components: Mapping[str, torch.Tensor]
     formats: Mapping[str, str] = field(default_factory=dict)
     pair_codes: str | None = None
+    is_understood: bool = True
+    has_rows: bool = True
 
     def format(self, name: str) -> str:
         """Element format of a component."""
@@ -78,7 +83,7 @@ def build_components(
 
 def build_plan(high_precision: torch.Tensor | None, quantized: QuantizedParts | None) -> CapturePlan:
     """What the kernels are to know of a record's parts."""
-    if quantized is None:
+    if quantized is None or not quantized.is_understood:
         return CapturePlan()
     names = list(quantized.components)
     candidates = [quantized.pair_codes or "data", "data", *(name for name in names if is_codes(name))]

@@ -10,9 +10,11 @@ from typing import Protocol
 
 import torch
 
+from flightrec.boundary import contained
+from flightrec.hosthooks import describe
 from flightrec.records import Phase, Stage
+from flightrec.sources.observe import observe
 from flightrec.sources.sink import Sink
-from flightrec.sources.traversal import observe
 
 _MAX_FAILED_LAYERS = 8
 """After failures in so many layers the cause is not the layer: the whole source is switched off."""
@@ -73,8 +75,7 @@ class Keeper:
         """
         observed = observe(value)
         if observed.plain is None and observed.quantized is None:
-            if observed.reason:
-                self.blind(layer, tensor, observed.reason)
+            self.blind(layer, tensor, observed.reason)
             return
         self.sink.capture(
             layer,
@@ -96,6 +97,10 @@ class Keeper:
 
     def fail(self, layer: str, error: Exception) -> None:
         """Switch a layer off after ``error``; after several layers, the source. Never raises an ``Exception``."""
+        with contained(f"the {self.part} source"):
+            self._fail(layer, error)
+
+    def _fail(self, layer: str, error: Exception) -> None:
         self._failed.add(layer)
         if len(self._failed) >= _MAX_FAILED_LAYERS:
             self.armed = False
@@ -105,6 +110,6 @@ class Keeper:
         except Exception:
             _log.exception("flightrec: %s failed in layer %r and no longer observes it", self.part, layer)
         try:
-            self.blind(layer, "", f"the {self.part} source failed here: {type(error).__name__}: {error}")
+            self.blind(layer, "", f"the {self.part} source failed here: {describe(error)}")
         except Exception:
             _log.exception("flightrec: could not note that layer %r is no longer observed", layer)

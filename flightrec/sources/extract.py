@@ -6,6 +6,7 @@ library: a tensor of a library can only exist if that library is loaded already.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import sys
@@ -14,8 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flightrec.hosthooks import describe
 from flightrec.records import QuantizerInfo
 from flightrec.ring.layout import QuantizedParts
+from flightrec.sources import sharded
+from flightrec.sources.memory import LARGE_BYTES, MAX_OVERLAP, why_unreadable
 from flightrec.sources.quantized import Quantized
 from flightrec.sources.sink import is_plain
 
@@ -48,21 +52,22 @@ def is_quantized(value: object) -> bool:
     """Say whether ``extract`` would know what to do with this object, by its type alone."""
     if isinstance(value, (Quantized, QuantizedParts)):
         return True
-    return isinstance(value, torch.Tensor) and _is_wrapper(value)
+    return isinstance(value, torch.Tensor) and (_is_wrapper(value) or _has_quantized_dtype(value))
 
 
 def extract(quantized: object, columnwise: object = None) -> Extraction:
     """Take a quantized tensor apart.
 
     Args:
-        quantized: a ``Quantized``, finished ``QuantizedParts``, torchao's ``Float8TrainingTensor``, or any wrapper
-            subclass with ``__tensor_flatten__`` (kept raw, under its class name). None if there is only
-            ``columnwise``.
+        quantized: a ``Quantized``, finished ``QuantizedParts``, torchao's ``Float8TrainingTensor``, a tensor of a torch
+            quantized dtype (``qint8``, ...), a ``DTensor`` of any of these, or any wrapper subclass with
+            ``__tensor_flatten__`` (kept raw, under its class name). None if there is only ``columnwise``.
         columnwise: the same values quantized for the other direction of a product, or None. Its arrays come as
             ``columnwise_data``, ``columnwise_scale``, ...
 
     Returns:
-        The parts: detached tensors that share the caller's memory, on its device, any strides. Or None with a reason.
+        The parts: detached tensors that share the caller's memory (the codes of a torch quantized dtype are a copy), on
+        its device, any strides. Or None with a reason.
     """
     if columnwise is None and isinstance(quantized, Quantized):
         columnwise = quantized.columnwise
@@ -85,10 +90,40 @@ def _extract_one(value: object) -> Extraction:
     if not isinstance(value, torch.Tensor):
         return Extraction(None, f"{_class_name(value)} is not a quantized tensor that flightrec knows")
     if is_torchao_float8(value):
-        return Extraction(_from_torchao_float8(value))
+        return _readable(_from_torchao_float8(value))
+    if sharded.is_dtensor(value):
+        parts, reason = _extract_one(sharded.local_part(value))
+        return Extraction(with_facts(parts, {"dtensor": sharded.facts_of(value)}) if parts else None, reason)
+    if _has_quantized_dtype(value):
+        return _from_quantized_dtype(value)
     if _is_wrapper(value):
         return _from_wrapper(value)
     return Extraction(None, f"{_class_name(value)} is a plain tensor; wrap it in flightrec.Quantized(data, format)")
+
+
+def with_facts(parts: QuantizedParts, facts: Mapping[str, Any]) -> QuantizedParts:
+    """The same parts, with more metadata."""
+    info = parts.info
+    more = QuantizerInfo(
+        info.class_name, info.format, info.scale_direction, info.block_shape, {**info.metadata, **facts}
+    )
+    return dataclasses.replace(parts, info=more)
+
+
+def _readable(parts: QuantizedParts) -> Extraction:
+    """The parts, unless the memory of one is gone or is no place for all its elements."""
+    for name, tensor in parts.components.items():
+        reason = why_unreadable(tensor) or _why_too_expanded(tensor)
+        if reason:
+            return Extraction(None, f"{parts.info.class_name}: {name}: {reason}")
+    return Extraction(parts)
+
+
+def _why_too_expanded(tensor: torch.Tensor) -> str:
+    num_bytes = tensor.numel() * tensor.element_size()
+    if num_bytes > LARGE_BYTES and num_bytes > MAX_OVERLAP * tensor.untyped_storage().nbytes():
+        return f"{num_bytes} bytes expanded from {tensor.untyped_storage().nbytes()}"
+    return ""
 
 
 def _with_columnwise(first: QuantizedParts | None, second: QuantizedParts) -> QuantizedParts:
@@ -141,7 +176,7 @@ def _from_quantized(value: Quantized) -> Extraction:
         direction = "multiply_to_decode" if scale_name == "scale_inv" else "multiply_to_encode"
     block_shape = _block_shape(_logical_shape(data, value.format), components.get(scale_name))
     info = QuantizerInfo("flightrec.Quantized", value.format, direction, block_shape, {})
-    return Extraction(QuantizedParts(info, components, {"data": value.format}, pair_codes="data"))
+    return _readable(QuantizedParts(info, components, {"data": value.format}, pair_codes="data"))
 
 
 def _logical_shape(data: torch.Tensor, element_format: str) -> tuple[int, ...]:
@@ -159,6 +194,42 @@ def _block_shape(shape: tuple[int, ...], scale: torch.Tensor | None) -> tuple[in
     if any(n == 0 or n % s for n, s in zip(shape, scale.shape, strict=True) if s != 0) or 0 in scale.shape:
         return ()
     return tuple(n // s for n, s in zip(shape, scale.shape, strict=True))
+
+
+# -- torch's quantized dtypes
+
+
+def _has_quantized_dtype(value: torch.Tensor) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) and value.is_quantized
+
+
+_AFFINE = {
+    torch.per_tensor_affine: False,
+    torch.per_tensor_symmetric: False,
+    torch.per_channel_affine: True,
+    torch.per_channel_symmetric: True,
+}
+
+
+def _from_quantized_dtype(value: torch.Tensor) -> Extraction:
+    """Take a ``qint8``, ``quint8`` or ``qint32`` tensor: x = (data - zero_point) * scale_inv.
+
+    Torch keeps the scale of a whole tensor on the host, and calls ``scale`` what multiplies to decode.
+    """
+    name, scheme = dtype_name(value.dtype), value.qscheme()
+    if value.dtype not in (torch.qint8, torch.quint8, torch.qint32) or scheme not in _AFFINE:
+        return Extraction(None, f"quantized dtype {name} with {scheme}")
+    codes = value.detach().int_repr()
+    metadata: dict[str, Any] = {"qscheme": str(scheme).removeprefix("torch."), "dtype": name}
+    if _AFFINE[scheme]:
+        scale, zero_point = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+        metadata["axis"] = value.q_per_channel_axis()
+    else:  # as components: as metadata, each new scale would be a new quantizer
+        scale = torch.full((), value.q_scale(), dtype=torch.float64, device=codes.device)
+        zero_point = torch.full((), value.q_zero_point(), dtype=torch.int64, device=codes.device)
+    info = QuantizerInfo(f"torch.{name}", dtype_name(codes.dtype), "multiply_to_decode", (), metadata)
+    components = {"data": codes, "scale_inv": scale.detach(), "zero_point": zero_point.detach()}
+    return _readable(QuantizedParts(info, components, {n: dtype_name(t.dtype) for n, t in components.items()}))
 
 
 # -- torchao
@@ -214,36 +285,45 @@ def _is_wrapper(value: torch.Tensor) -> bool:
 
 
 def _from_wrapper(value: torch.Tensor) -> Extraction:
-    """Keep the inner arrays raw: what they mean is known to the class whose name stands in the metadata."""
+    """Keep the inner arrays raw: what they mean is known to the class whose name stands in the metadata.
+
+    The metadata say under which attribute each was found, and the context, so that they can be understood later.
+    """
     components: dict[str, torch.Tensor] = {}
-    metadata: dict[str, Any] = {}
+    metadata: dict[str, Any] = {"attributes": {}}
     try:
-        _flatten(value, "", components, metadata)
+        _flatten(value, "", "", components, metadata)
+        metadata["original_dtype"] = dtype_name(value.dtype)
     except Exception as error:  # a stranger's method: whatever it raises is a reason, not ours to pass on
-        return Extraction(None, f"{_class_name(value)}.__tensor_flatten__ failed: {error}")
+        return Extraction(None, f"{_class_name(value)}.__tensor_flatten__ failed: {describe(error)}")
     if not components:
         return Extraction(None, f"{_class_name(value)} has no inner tensors")
     for name, tensor in components.items():
-        if not is_plain(tensor):
+        if not is_plain(tensor) or tensor.is_quantized or tensor.is_nested:
             return Extraction(None, f"{_class_name(value)}: inner tensor {name} is not plain and dense")
-    metadata["original_dtype"] = dtype_name(value.dtype)
     codes = [t.dtype for t in components.values() if dtype_name(t.dtype) in FORMATS]
     element_format = dtype_name(codes[0]) if codes else dtype_name(next(iter(components.values())).dtype)
-    info = QuantizerInfo(_class_name(value), element_format, "none", (), metadata)
+    info = QuantizerInfo(_class_name(value), element_format, "unknown", (), metadata)
     formats = {name: dtype_name(tensor.dtype) for name, tensor in components.items()}
-    return Extraction(QuantizedParts(info, components, formats, pair_codes=None))
+    return _readable(QuantizedParts(info, components, formats, pair_codes=None, is_understood=False))
 
 
-def _flatten(value: Any, prefix: str, components: dict[str, torch.Tensor], metadata: dict[str, Any]) -> None:
+def _flatten(
+    value: Any, prefix: str, path: str, components: dict[str, torch.Tensor], metadata: dict[str, Any], depth: int = 0
+) -> None:
     names, context = value.__tensor_flatten__()
     metadata[f"{prefix}context"] = _plain(context)
     for name in names:
         inner = getattr(value, name)
-        word = f"{prefix}{name.lstrip('_').lower()}"
-        if isinstance(inner, torch.Tensor) and _is_wrapper(inner):
-            _flatten(inner, f"{word}_", components, metadata)
+        word = f"{prefix}{name.lstrip('_').lower()}" or "inner"
+        word = "inner_high_precision" if word == "high_precision" else word
+        while word in components:
+            word += "_"
+        if isinstance(inner, torch.Tensor) and _is_wrapper(inner) and depth < _MAX_METADATA_DEPTH:
+            _flatten(inner, f"{word}_", f"{path}{name}.", components, metadata, depth + 1)
         elif isinstance(inner, torch.Tensor):
             components[word] = inner.detach()
+            metadata["attributes"][word] = f"{path}{name}"
 
 
 def _plain(value: object, depth: int = 0) -> Any:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from flightrec.records import NO_MICROBATCH, Phase, Stage
 from flightrec.sources import clipping
+from flightrec.sources.accumulated import gradient_of
 from flightrec.sources.base import Keeper
 from flightrec.sources.parameters import Slot, at_stage, part_of, slots
 from flightrec.sources.sink import Sink, quiet
@@ -184,19 +185,22 @@ class GradientStages:
         ids = {id(parameter) for parameter in parameters} - done
         for slot in places:
             parameter = slot.parameter
-            if parameter is not None and id(parameter) in ids and parameter.grad is not None:
+            if parameter is None or id(parameter) not in ids:
+                continue
+            gradient, place, _ = gradient_of(parameter)
+            if gradient is not None:
                 done.add(id(parameter))
                 if self._keeper.works(slot.layer):
-                    self._keep(slot, parameter.grad, stage)
+                    self._keep(slot, gradient, place, stage)
 
-    def _keep(self, slot: Slot, gradient: torch.Tensor, stage: Stage) -> None:
+    def _keep(self, slot: Slot, gradient: torch.Tensor, place: str, stage: Stage) -> None:
         try:
             with quiet():
                 self._keeper.keep(
                     gradient,
                     slot.layer,
                     "wgrad",
-                    part=part_of(slot.name),
+                    part=".".join(word for word in (part_of(slot.name), place) if word),
                     microbatch=NO_MICROBATCH,
                     phase=Phase.TRAIN,
                     call=0,

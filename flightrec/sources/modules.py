@@ -213,9 +213,9 @@ class ModulesSource:
             self._leaf_handles.append(handle)
 
     def _on_gradient(self, hook: GradientHook, gradient: torch.Tensor) -> None:
-        if not self._keeper.works(hook.layer):
-            return
         try:
+            if not self._keeper.works(hook.layer):
+                return
             self.stamps.see_backward(hook.microbatch)
             if hook.tensor:
                 with quiet():
@@ -280,18 +280,16 @@ class _Layer:
 
     def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Report to the source; a copy that shares the hooks (a replica) is not the layer."""
-        if module is not self.plan.module or not self._source.works(self.plan):
-            return
         try:
-            self._source.entered(self.plan, args, kwargs)
+            if module is self.plan.module and self._source.works(self.plan):
+                self._source.entered(self.plan, args, kwargs)
         except Exception as error:
             self._source.failed(self.plan, error)
 
     def left(self, module: nn.Module, output: object) -> None:
         """Report to the source."""
-        if module is not self.plan.module or not self._source.works(self.plan):
-            return
         try:
-            self._source.left(self.plan, output)
+            if module is self.plan.module and self._source.works(self.plan):
+                self._source.left(self.plan, output)
         except Exception as error:
             self._source.failed(self.plan, error)

@@ -2,7 +2,8 @@
 
 ``parameter``: every parameter at the start of the first iteration and after each step, part = its name.
 ``wgrad``: ``parameter.grad`` each time autograd has accumulated into it: cumulative over the microbatches of an
-iteration, before reduction and clipping (see ``gradients``); part = the parameter's name, empty for ``weight``.
+iteration, before reduction and clipping (see ``gradients``); part = the parameter's name, empty for ``weight``. Where
+a fused kernel adds into ``main_grad`` instead, that (see ``accumulated``); then the part ends in ``main_grad``.
 
 Owns its hooks on the parameters. Runs on the training thread, the hooks on autograd's threads.
 """
@@ -17,11 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from flightrec.config.selection import STAGES_OF
 from flightrec.records import NO_MICROBATCH, Phase, Stage
+from flightrec.sources.accumulated import gradient_of
 from flightrec.sources.base import Keeper
 from flightrec.sources.hooks import AccumulatedHook
+from flightrec.sources.memory import FREED
+from flightrec.sources.observe import is_lazy, observe
 from flightrec.sources.sink import Sink, quiet
 from flightrec.sources.stamps import Stamps
-from flightrec.sources.traversal import is_lazy, observe
 
 _EVAL_MODE = (
     "gradients arrive although the model is in eval mode: its forwards count as evaluation. Call model.train(), or "
@@ -88,7 +91,7 @@ class Parameters:
             if parameter is None or not parameter.requires_grad or is_lazy(parameter):
                 continue  # looked at again after the step
             reason = observe(parameter).reason
-            if reason:
+            if reason and reason != FREED:  # freed memory comes back
                 self._keeper.blind(slot.layer, "wgrad", reason)
                 continue
             hook = AccumulatedHook(self._on_accumulated, slot.layer, slot.name)
@@ -122,21 +125,21 @@ class Parameters:
                 self._keeper.fail(slot.layer, error)
 
     def _on_accumulated(self, hook: AccumulatedHook, parameter: torch.Tensor) -> None:
-        if not self._keeper.works(hook.layer):
-            return
         try:
+            if not self._keeper.works(hook.layer):
+                return
             if self._stamps.only_evaluated:
                 self._keeper.blind("", "", _EVAL_MODE)
-            gradient = parameter.grad
+            gradient, place, reason = gradient_of(parameter)
             if gradient is None:
-                self._keeper.blind(hook.layer, "wgrad", "an earlier hook removed the gradient (optimizer in backward)")
+                self._keeper.blind(hook.layer, "wgrad", reason)
                 return
             with quiet():
                 self._keeper.keep(
                     gradient,
                     hook.layer,
                     "wgrad",
-                    part=part_of(hook.name),
+                    part=".".join(word for word in (part_of(hook.name), place) if word),
                     microbatch=self._stamps.backward_microbatch(),
                     phase=Phase.TRAIN,
                     call=0,

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from flightrec.records import Phase, Stage
+from flightrec.sources.observe import is_lazy
 from flightrec.sources.sink import Sink
-from flightrec.sources.traversal import is_lazy
 
 _PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL)
 _GRADIENT_PHASE = Phase.TRAIN  # a backward pass belongs to training, whichever forward it goes through

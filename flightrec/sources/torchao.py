@@ -24,9 +24,9 @@ from flightrec.records import Phase, Stage
 from flightrec.sources import torchao_patch
 from flightrec.sources.base import Keeper
 from flightrec.sources.extract import is_torchao_axiswise, is_torchao_float8
+from flightrec.sources.observe import observe
 from flightrec.sources.sink import Sink, quiet
 from flightrec.sources.stamps import Stamp, Stamps
-from flightrec.sources.traversal import observe
 
 _PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL)
 TENSORS = ("activation", "weight", "gradient", "dgrad")
@@ -118,6 +118,10 @@ class TorchaoSource:
         """An operand of a product was quantized; ``role`` is ``activation`` or ``weight``."""
         self._operand(stamp, role, original, result, stage)
 
+    def failed(self, layer: str, error: Exception) -> None:
+        """Something of ours raised beside this layer's product. Never raises."""
+        self._keeper.fail(layer, error)
+
     def unseen(self, stamp: Stamp, reason: str) -> None:
         """An operand came in a form that is not recorded."""
         try:
@@ -140,9 +144,9 @@ class TorchaoSource:
             dgrad: what it returns for its input; None if nobody needs it.
         """
         layer = stamp.layer
-        if not self._keeper.works(layer):
-            return
         try:
+            if not self._keeper.works(layer):
+                return
             if casts and self._wants(layer, "gradient", Phase.TRAIN):
                 original, quantized = casts[0]
                 columnwise = casts[1][1] if len(casts) > 1 and is_torchao_axiswise(casts[1][1]) else None
@@ -169,9 +173,9 @@ class TorchaoSource:
         """Record an operand; a forward's codes as the tensor's own, a backward's as those of the other direction."""
         layer = stamp.layer
         phase = Phase.TRAIN if stage is Stage.BACKWARD else stamp.phase
-        if not self._keeper.works(layer) or not self._wants(layer, tensor, phase):
-            return
         try:
+            if not self._keeper.works(layer) or not self._wants(layer, tensor, phase):
+                return
             if tensor == "weight":
                 if not self._weight_is_due(layer, phase, stage):
                     return
@@ -208,8 +212,7 @@ class TorchaoSource:
                 observed = observe(original)
                 plain = observed.plain
                 if plain is None and quantized is None:
-                    if observed.reason:
-                        self._keeper.blind(stamp.layer, tensor, observed.reason)
+                    self._keeper.blind(stamp.layer, tensor, observed.reason)
                     return
             self._keeper.sink.capture(
                 stamp.layer,

@@ -125,7 +125,8 @@ def _cast(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(hp_tensor, *args, **kwargs)
         product: _Product | None = getattr(_local, "product", None)
         if product is not None:
-            _note_cast(product, hp_tensor, result)
+            with _contained(product.listeners):
+                _note_cast(product, hp_tensor, result)
         return result
 
     return cast
@@ -151,9 +152,10 @@ def _forward(original: Callable[..., Any]) -> Callable[..., Any]:
         listeners = [] if must_not_record() else _listeners()
         if not listeners:
             return original(ctx, input_hp, weight_hp_t, *args, **kwargs)
-        setattr(ctx, _STAMPS, listeners)
-        for source, stamp in listeners:
-            source.forward_begins(stamp, input_hp, weight_hp_t)
+        with _contained(listeners):
+            setattr(ctx, _STAMPS, listeners)
+            for source, stamp in listeners:
+                source.forward_begins(stamp, input_hp, weight_hp_t)
         before = getattr(_local, "product", None)
         _local.product = _Product(listeners, backward=False, roles=frozenset(_ROLES))
         try:
@@ -170,10 +172,13 @@ def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
         listeners: list[tuple[TorchaoSource, Stamp]] = getattr(ctx, _STAMPS, [])
         if not listeners or must_not_record():
             return original(ctx, grad_output)
-        for source, stamp in listeners:
-            source.backward_begins(stamp)
+        roles: frozenset[str] = frozenset()
+        with _contained(listeners):
+            for source, stamp in listeners:
+                source.backward_begins(stamp)
+            roles = _other_direction(ctx.config)
         before = getattr(_local, "product", None)
-        product = _Product(listeners, backward=True, roles=_other_direction(ctx.config))
+        product = _Product(listeners, backward=True, roles=roles)
         _local.product = product
         dgrad = None
         try:
@@ -182,16 +187,45 @@ def _backward(original: Callable[..., Any]) -> Callable[..., Any]:
             return result
         finally:
             _local.product = before
-            if is_torchao_float8(grad_output):
-                product.gradients.append((None, grad_output))  # type: ignore[arg-type]  # came quantized
-            for source, stamp in listeners:
-                source.backward_ends(stamp, product.gradients, dgrad)
+            with _contained(listeners):
+                if is_torchao_float8(grad_output):
+                    product.gradients.append((None, grad_output))  # type: ignore[arg-type]  # came quantized
+                for source, stamp in listeners:
+                    source.backward_ends(stamp, product.gradients, dgrad)
 
     return backward
 
 
 def _listeners() -> list[tuple[TorchaoSource, Stamp]]:
-    return [(source, stamp) for source in tuple(_sources) if (stamp := source.current()) is not None]
+    found: list[tuple[TorchaoSource, Stamp]] = []
+    for source in tuple(_sources):
+        try:
+            stamp = source.current()
+        except Exception as error:
+            source.failed("", error)
+            continue
+        if stamp is not None:
+            found.append((source, stamp))
+    return found
+
+
+class _contained:  # noqa: N801  used like a function
+    """Context that takes an ``Exception`` of ours and switches the layer off for all who listen."""
+
+    __slots__ = ("_listeners",)
+
+    def __init__(self, listeners: list[tuple[TorchaoSource, Stamp]]) -> None:
+        self._listeners = listeners
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        for source, stamp in self._listeners:
+            source.failed(stamp.layer, error)
+        return True
 
 
 def _other_direction(config: Any) -> frozenset[str]:

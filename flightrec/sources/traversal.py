@@ -1,4 +1,4 @@
-"""Finds the tensors inside a module's arguments and results, and says which of them can be copied.
+"""Finds the tensors inside a module's arguments and results.
 
 Owns no state. Looks only at plain containers (dict, list, tuple, NamedTuple, dataclass) and never calls code of
 theirs, so that looking has no effect.
@@ -8,32 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-
-from flightrec.sources.extract import is_quantized
 
 MAX_DEPTH = 8
 """Containers nested deeper are not looked into."""
 
 MAX_ITEMS = 1024
 """Entries of one container that are looked at: a list of a million numbers must cost nothing."""
-
-
-class Observed(NamedTuple):
-    """What ``observe`` found: one of ``plain`` and ``quantized``, or the reason for neither.
-
-    Attributes:
-        plain: detached plain tensor sharing the original's memory, or None.
-        quantized: the quantized tensor itself (wrapper subclass), or None.
-        reason: why the tensor cannot be recorded; empty for a tensor that has no data at all (fake tensors).
-    """
-
-    plain: torch.Tensor | None = None
-    quantized: torch.Tensor | None = None
-    reason: str = ""
 
 
 def walk(value: object, path: str = "", depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
@@ -94,58 +77,3 @@ def _items(value: object) -> Iterator[tuple[str, Any]]:
             # Without a __dict__ the fields are slots, which run no code either.
             item = getattr(value, field.name, None) if attributes is None else attributes.get(field.name)
             yield field.name, item
-
-
-def observe(tensor: torch.Tensor) -> Observed:
-    """Decide how ``tensor`` can be recorded: as it is, as a quantized tensor, or not at all.
-
-    Call it inside ``quiet``. The result shares the tensor's memory, has no autograd history, and must not outlive
-    the hook. Never synchronises.
-    """
-    kind = type(tensor)
-    if kind is torch.Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer:
-        reason = unrecordable(tensor)
-        return Observed(reason=reason) if reason else Observed(plain=tensor.detach())
-    if isinstance(tensor, FakeTensor):
-        return Observed()
-    if is_lazy(tensor):
-        return Observed(reason="lazy parameter without data yet")
-    if _is_dtensor(tensor):
-        return Observed(reason="DTensor: sharded tensors are not recorded in this version")
-    if tensor.is_nested:
-        return Observed(reason="nested tensor")
-    if is_quantized(tensor):
-        return Observed(quantized=tensor)
-    if _has_own_memory(kind):
-        plain = tensor.detach().as_subclass(torch.Tensor)
-        reason = unrecordable(plain)
-        return Observed(reason=reason) if reason else Observed(plain=plain)
-    return Observed(reason=f"tensor subclass {kind.__module__}.{kind.__qualname__} is not known")
-
-
-def unrecordable(tensor: torch.Tensor) -> str:
-    """Reason why a tensor's memory cannot be copied as an array, or the empty text."""
-    if tensor.layout is not torch.strided:
-        return f"layout {str(tensor.layout).removeprefix('torch.')} is not strided"
-    if tensor.device.type == "meta":
-        return "meta tensor without data"
-    if tensor.is_complex():
-        return f"complex dtype {str(tensor.dtype).removeprefix('torch.')}"
-    if tensor.is_quantized:
-        return "torch.quantized dtype"
-    return ""
-
-
-def is_lazy(tensor: torch.Tensor) -> bool:
-    """Say whether this is a parameter or buffer of a lazy module that has no data yet."""
-    return isinstance(tensor, (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer))
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    """Without importing torch.distributed for those who do not use it."""
-    return any(base.__name__ == "DTensor" for base in type(tensor).__mro__)
-
-
-def _has_own_memory(kind: type[torch.Tensor]) -> bool:
-    """A subclass that only adds Python behaviour keeps its values in ordinary memory; a wrapper dispatches itself."""
-    return kind.__torch_dispatch__ in (torch.Tensor.__torch_dispatch__, torch._C._disabled_torch_dispatch_impl)

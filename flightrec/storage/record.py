@@ -178,7 +178,19 @@ class Record:
             return None
         stored = self.raw(HIGH_PRECISION)
         element = base.element_format(part.format)
-        return stored if element.is_native and part.format != "bool" else base.decode(stored, part.format)
+        is_value = element.is_native and part.format not in ("bool", "complex32")
+        return stored if is_value else base.decode(stored, part.format)
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What is known of the tensor's class: ``class_name``, ``format``, ..., ``metadata``; empty for a plain tensor.
+
+        Of a distributed tensor ``metadata`` holds placements and global shape, of a sparse one layout and shape, of a
+        quantized one what its quantizer said.
+        """
+        quantizer = int(self._row["quantizer"])
+        with files.reading(self._source.facts_path, "/quantizers"):
+            return self._source.quantizers[quantizer] if quantizer >= 0 else {}
 
     @property
     def quantized(self) -> Quantized | None:
