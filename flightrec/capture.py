@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from flightrec.records import NO_MICROBATCH, Key, Phase, Stage
 from flightrec.ring.registry import MAX_CALLS, MAX_KEYS
 from flightrec.sources.extract import extract
 from flightrec.sources.sink import quiet
+from flightrec.sources.splits import splits_on
 from flightrec.sources.traversal import Observed, observe
 
 logger = logging.getLogger("flightrec")
@@ -74,6 +75,7 @@ class Capture:
         quantized: object | None = None,
         columnwise: object | None = None,
         valid_rows: int | torch.Tensor | None = None,
+        splits: torch.Tensor | Sequence[int] | None = None,
     ) -> None:
         """Keep one sighting of a tensor; see the protocol. Never raises: what fails is disarmed and told once."""
         engine = self.engine
@@ -96,16 +98,27 @@ class Capture:
                     self.blind(layer, tensor, reason)
                     if high_precision is None:
                         return
+            counts = None if splits is None else splits_on(engine.device, splits, high_precision, parts)
             layout = engine.record(
                 Key(layer, tensor, part, microbatch, phase, call, stage),
                 high_precision=high_precision,
                 quantized=parts,
                 keep=selection.keep,
                 valid_rows=self.valid_rows.get(layer) if valid_rows is None else valid_rows,
+                splits=counts,
             )
             if layout is None:
                 what = f"{MAX_CALLS} calls in a microbatch, or {MAX_KEYS} different tensors"
                 self.blind(layer, tensor, f"beyond {what} further ones are left out")
+            elif counts is not None:
+                if (layer, tensor) in engine.ring.without_experts:
+                    why = "the number of splits is another than before, or a part `expert.<i>` was recorded beside them"
+                    self.blind(layer, f"{tensor} by expert", why)
+                name = ".".join(filter(None, (tensor, part, "splits")))
+                self.capture(
+                    layer, "metric", part=name, microbatch=microbatch, phase=phase, call=call, stage=stage,
+                    high_precision=counts,
+                )  # fmt: skip
         except Exception as error:
             self.disarm(name, error)
 
@@ -168,6 +181,7 @@ class Capture:
         quantized: object | None = None,
         columnwise: object | None = None,
         valid_rows: int | torch.Tensor | None = None,
+        splits: torch.Tensor | Sequence[int] | None = None,
     ) -> None:
         """Record a user's tensor of any kind, or note why not."""
         observed = observe(high_precision) if high_precision is not None else Observed()
@@ -186,6 +200,7 @@ class Capture:
             quantized=observed.quantized if quantized is None else quantized,
             columnwise=columnwise,
             valid_rows=valid_rows,
+            splits=splits,
         )
 
     def keep_scalar(self, tensor: str, part: str, value: torch.Tensor | float, microbatch: int, stage: Stage) -> None:

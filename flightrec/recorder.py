@@ -12,7 +12,7 @@ import logging
 import operator
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -170,6 +170,7 @@ class Recorder:
         quantized: object | None = None,
         columnwise: object | None = None,
         valid_rows: int | torch.Tensor | None = None,
+        splits: torch.Tensor | Sequence[int] | None = None,
     ) -> None:
         """Record a tensor of one's own, if ``select`` names it. No synchronisation.
 
@@ -181,6 +182,9 @@ class Recorder:
             quantized: any known quantized class, or ``flightrec.Quantized``.
             columnwise: the same values quantized for the other direction of the product.
             valid_rows: rows of dimension 0 that count; the rest is padding. Overrules ``valid_rows()``.
+            splits: rows of each expert of a grouped product, one expert after the other: a list, or an integer tensor
+                on the same device (no synchronisation). Each gets statistics of its own, as part ``expert.<i>``; rows
+                beyond their sum are padding. They are kept too, as ``metric`` of this layer.
         """
         capture = self._capture
         if not self._have_engine(high_precision, quantized, columnwise):
@@ -200,6 +204,7 @@ class Recorder:
                     quantized=quantized,
                     columnwise=columnwise,
                     valid_rows=valid_rows,
+                    splits=splits,
                 )
 
     def valid_rows(self, layer: str, num_rows: int | torch.Tensor) -> None:

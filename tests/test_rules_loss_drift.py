@@ -81,7 +81,7 @@ class Plain(PlainSeries):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_equals_a_plain_implementation(device, seed):
     rule = LossDriftRule(window=3 + seed % 4, history=8 + seed, min_samples=4, rearm=2, factor=1.25, sigma=0.3 * seed)
 
@@ -94,7 +94,7 @@ def test_equals_a_plain_implementation(device, seed):
     def keys(number):
         return [key(f"head.{number}", "loss", microbatch) for microbatch in range(2)]
 
-    assert compare(rule, Plain, draw, device=device, seed=seed, keys=keys) > 50
+    assert compare(rule, Plain, draw, device=device, seed=seed, keys=keys).tells
 
 
 def test_sentence():
