@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,10 @@ LARGEST = 448.0
 
 @dataclass(frozen=True)
 class Case:
-    """One rule and two histories: statistics a tick, or None where the tensor was not recorded."""
+    """One rule and two histories: statistics a tick, or None where the tensor was not recorded.
+
+    Siblings are other experts, whose tensors are ordinary in every tick.
+    """
 
     kind: str
     title: str
@@ -38,6 +41,7 @@ class Case:
     tensor: str = "gradient"
     part: str = ""
     log: bool = False
+    num_siblings: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,26 @@ def cases() -> list[Case]:
     fall = [2.5 + 2 * math.exp(-number / 80) for number in range(400)]
     norm = noisy([1.0] * 100, 0.1)
     return [
+        Case(
+            "nonfinite", "NaN and infinities",
+            each(lambda n: tensor(nan_count=n), [0.0] * 20 + [1, 7, 40, 400] + [512.0] * 16),
+            each(lambda n: tensor(negative_inf_count=n), [128.0] * 40),
+            "the first one", "-inf of a mask, allowed", {"allow": ["-inf"]}, "activation",
+        ),
+        Case(
+            "loss_jump", "loss", each(scalar, [*noisy([2.5] * 100, 0.02), 3.2, *noisy([2.5] * 19, 0.02)]),
+            each(scalar, noisy([2.5] * 120, 0.05)), "six deviations above the mean", "its usual noise", {}, "loss",
+        ),
+        Case(
+            "amax_spike", "amax", each(lambda a: tensor(amax=a), noisy([3.0] * 80 + [20.0] * 4 + [3.0] * 16, 0.1)),
+            each(lambda a: tensor(amax=a), noisy([3.0] * 80 + [20.0] + [3.0] * 19, 0.1)),
+            "two iterations in a row", "one alone is only noted", {},
+        ),
+        Case(
+            "underflow", "share that became zero", each(lambda s: tensor(underflow_count=s * 4096), jump),
+            each(lambda s: tensor(underflow_count=s * 4096), noisy([0.5] * 80, 0.1)),
+            "one value sets the scale of all", "always high: normal for itself", {},
+        ),
         Case(
             "quantization_error", "relative error", each(lambda e: tensor(squared_error=e * e * 4000), jump),
             each(lambda e: tensor(squared_error=e * e * 4000), noisy(steady, 0.1)),
@@ -130,6 +154,11 @@ def cases() -> list[Case]:
             each(lambda s: tensor(sum=s), [*range(20), *[20.0] * 24, *range(21, 36)]), "it stands still",
             "skipped steps", {}, "parameter",
         ),
+        Case(
+            "expert", "amax of one expert of four", each(lambda a: tensor(amax=a), noisy([3.0] * 80 + [30.0] * 4, 0.1)),
+            [tensor(numel=0 if number % 3 else 4096, amax=math.nan if number % 3 else 3.0) for number in range(84)],
+            "this one alone explodes", "often without a token", {}, part="expert.0", num_siblings=3,
+        ),
     ]  # fmt: skip
 
 
@@ -141,13 +170,16 @@ def follow(case: Case, history: Sequence[Values | None]) -> Course:
         stage=Stage.LOSS,
     )  # fmt: skip
     evaluator = Evaluator("cpu", [RULE_CLASSES[case.kind](**case.settings)])
-    evaluator.register(RecordLayout(0, key, Representation.STATISTICS, (), "float32", -1, (), -1, 0, 0))
+    keys = [key, *(replace(key, part=f"expert.{number}") for number in range(1, case.num_siblings + 1))]
+    for row, name in enumerate(keys):
+        evaluator.register(RecordLayout(row, name, Representation.STATISTICS, (), "float32", -1, (), -1, 0, row))
     values, thresholds, fired = [], [], []
     for tick, statistics in enumerate(history):
-        row = torch.full((1, NUM_STATISTICS), math.nan, dtype=torch.float64)
-        for name, value in (statistics or {}).items():
-            row[0, Statistic[name.upper()]] = value
-        verdict = evaluator.evaluate(tick, row, torch.tensor([statistics is not None]))
+        rows = torch.full((len(keys), NUM_STATISTICS), math.nan, dtype=torch.float64)
+        for row, found in enumerate([statistics or {}, *[tensor()] * case.num_siblings]):
+            for name, value in found.items():
+                rows[row, Statistic[name.upper()]] = value
+        verdict = evaluator.evaluate(tick, rows, torch.tensor([statistics is not None] + [True] * case.num_siblings))
         values.append(float(verdict.value[0, 0]))
         thresholds.append(float(verdict.threshold[0, 0]))
         if bool(verdict.fired[0, 0]):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,28 @@ from flightrec.config.model import Config
 from flightrec.config.selection import Selection
 from flightrec.engine import Engine
 from flightrec.hosthooks import describe
-from flightrec.records import NO_MICROBATCH, Key, Phase, Stage
+from flightrec.records import NO_MICROBATCH, TENSORS, Key, Phase, Stage
 from flightrec.ring.registry import MAX_CALLS, MAX_KEYS
 from flightrec.sources.extract import extract
 from flightrec.sources.observe import Observed, observe
 from flightrec.sources.sink import quiet
+from flightrec.sources.splits import splits_on
 
 logger = logging.getLogger("flightrec")
 
 MAX_DEAD_PARTS = 16
 """After failures of so many parts the cause is none of them (a dead device): recording ends."""
+
+
+_STAGE_OF = {
+    "gradient": Stage.BACKWARD,
+    "dgrad": Stage.BACKWARD,
+    "wgrad": Stage.BACKWARD,
+    "loss": Stage.LOSS,
+    "parameter": Stage.AFTER_STEP,
+    "metric": Stage.AFTER_STEP,
+}
+"""Where in an iteration a tensor that is recorded by hand stands; the others in the forward pass."""
 
 
 class Capture:
@@ -85,6 +97,7 @@ class Capture:
         columnwise: object | None = None,
         valid_rows: int | torch.Tensor | None = None,
         rotates: bool = True,
+        splits: torch.Tensor | Sequence[int] | None = None,
     ) -> None:
         """Keep one sighting of a tensor; see the protocol. Never raises: what fails is disarmed and told once.
 
@@ -115,6 +128,7 @@ class Capture:
                 valid_rows = None
             elif valid_rows is None:
                 valid_rows = self.valid_rows.get(layer)
+            counts = None if splits is None else splits_on(engine.device, splits, high_precision, parts)
             begun = rotation.costs.begin()
             layout = engine.record(
                 Key(layer, tensor, part, microbatch, phase, call, stage),
@@ -122,11 +136,21 @@ class Capture:
                 quantized=parts,
                 keep=selection.keep,
                 valid_rows=valid_rows,
+                splits=counts,
             )
             rotation.costs.end(begun, layout)
             if layout is None:
                 what = f"{MAX_CALLS} calls in a microbatch, or {MAX_KEYS} different tensors"
                 self.blind(layer, tensor, f"beyond {what} further ones are left out")
+            elif counts is not None:
+                if (layer, tensor) in engine.ring.without_experts:
+                    why = "the number of splits is another than before, or a part `expert.<i>` was recorded beside them"
+                    self.blind(layer, f"{tensor} by expert", why)
+                splits_part = ".".join(filter(None, (tensor, part, "splits")))
+                self.capture(
+                    layer, "metric", part=splits_part, microbatch=microbatch, phase=phase, call=call, stage=stage,
+                    high_precision=counts,
+                )  # fmt: skip
         except Exception as error:
             self.disarm(name, error)
 
@@ -191,6 +215,7 @@ class Capture:
         quantized: object | None = None,
         columnwise: object | None = None,
         valid_rows: int | torch.Tensor | None = None,
+        splits: torch.Tensor | Sequence[int] | None = None,
     ) -> None:
         """Record a user's tensor of any kind, or note why not."""
         if high_precision is not None and not isinstance(high_precision, torch.Tensor):
@@ -213,7 +238,36 @@ class Capture:
             columnwise=columnwise,
             valid_rows=valid_rows,
             rotates=False,
+            splits=splits,
         )
+
+    def keep_by_hand(
+        self,
+        layer: str,
+        tensor: str,
+        high_precision: torch.Tensor | None,
+        part: str,
+        quantized: object | None,
+        columnwise: object | None,
+        valid_rows: int | torch.Tensor | None,
+        splits: torch.Tensor | Sequence[int] | None,
+    ) -> None:
+        """Record what ``Recorder.record`` was given, if ``select`` names it."""
+        if tensor not in TENSORS:
+            self.blind(layer, tensor, f"expected one of {', '.join(TENSORS)} as the tensor's name")
+        elif self.selects(layer, tensor, Phase.TRAIN) is not None:
+            self.keep(
+                layer,
+                tensor,
+                high_precision,
+                part=part,
+                microbatch=max(self._microbatch, 0),
+                stage=_STAGE_OF.get(tensor, Stage.FORWARD),
+                quantized=quantized,
+                columnwise=columnwise,
+                valid_rows=valid_rows,
+                splits=splits,
+            )
 
     def keep_scalar(self, tensor: str, part: str, value: torch.Tensor | float, microbatch: int, stage: Stage) -> None:
         """Record a loss or a metric; a Python number becomes a tensor on the device, without synchronisation."""

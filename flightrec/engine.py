@@ -123,10 +123,11 @@ class Engine:
         quantized: QuantizedParts | None,
         keep: frozenset[str],
         valid_rows: int | torch.Tensor | None,
+        splits: torch.Tensor | None = None,
     ) -> RecordLayout | None:
         """Copy one tensor and its statistics into the current tick's slot; see ``Ring.record``. Any thread."""
         return self.ring.record(
-            key, high_precision=high_precision, quantized=quantized, keep=keep, valid_rows=valid_rows
+            key, high_precision=high_precision, quantized=quantized, keep=keep, valid_rows=valid_rows, splits=splits
         )
 
     @torch.no_grad()
@@ -305,7 +306,7 @@ class Engine:
         firings = []
         for fired in view.firings[:MAX_FIRINGS]:
             rule = self._rules[fired.rule]
-            if fired.row not in where and rule.kind != "missing_record":
+            if fired.row not in where and rule.kind not in ("missing_record", "expert"):
                 continue
             sequence, layout = where.get(fired.row) or (-1, self._layout_of(fired.row))
             message = self.evaluator.explain(

@@ -13,7 +13,7 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,7 +31,7 @@ from flightrec.flush.history import TickInfo
 from flightrec.hosthooks import describe, listen, stack_of, stop_listening
 from flightrec.hostrules import HostRules
 from flightrec.identity import environment, identify
-from flightrec.records import NO_MICROBATCH, TENSORS, Firing, Phase, Stage
+from flightrec.records import NO_MICROBATCH, Firing, Stage
 from flightrec.runfacts import RunFacts
 from flightrec.sources.sink import quiet
 from flightrec.startup import check_writable, default_staging_bytes, history_memory
@@ -41,15 +41,6 @@ logger = logging.getLogger("flightrec")
 
 DRAIN_TIMEOUT_S = 120.0
 """How long the end of a run waits for evidence to reach the disk; the writer process goes on by itself after that."""
-
-_STAGE_OF = {
-    "gradient": Stage.BACKWARD,
-    "dgrad": Stage.BACKWARD,
-    "wgrad": Stage.BACKWARD,
-    "loss": Stage.LOSS,
-    "parameter": Stage.AFTER_STEP,
-    "metric": Stage.AFTER_STEP,
-}
 
 
 class Recorder:
@@ -179,6 +170,7 @@ class Recorder:
         quantized: object | None = None,
         columnwise: object | None = None,
         valid_rows: int | torch.Tensor | None = None,
+        splits: torch.Tensor | Sequence[int] | None = None,
     ) -> None:
         """Record a tensor of one's own, if ``select`` names it. No synchronisation.
 
@@ -190,26 +182,17 @@ class Recorder:
             quantized: any known quantized class, or ``flightrec.Quantized``.
             columnwise: the same values quantized for the other direction of the product.
             valid_rows: rows of dimension 0 that count; the rest is padding. Overrules ``valid_rows()``.
+            splits: rows of each expert of a grouped product, one expert after the other: a list, or an integer tensor
+                on the same device (no synchronisation). Each gets statistics of its own, as part ``expert.<i>``; rows
+                beyond their sum are padding. They are kept too, as ``metric`` of this layer.
         """
         capture = self._capture
         with capture.guard(f"record({shown(layer)}, {shown(tensor)})"), quiet():
             if not self._have_engine(high_precision, quantized, columnwise):
                 return
-            layer, tensor = str(layer), str(tensor)
-            if tensor not in TENSORS:
-                capture.blind(layer, tensor, f"expected one of {', '.join(TENSORS)} as the tensor's name")
-            elif capture.selects(layer, tensor, Phase.TRAIN) is not None:
-                capture.keep(
-                    layer,
-                    tensor,
-                    high_precision,
-                    part=part,
-                    microbatch=max(capture.microbatch_index, 0),
-                    stage=_STAGE_OF.get(tensor, Stage.FORWARD),
-                    quantized=quantized,
-                    columnwise=columnwise,
-                    valid_rows=valid_rows,
-                )
+            capture.keep_by_hand(
+                str(layer), str(tensor), high_precision, part, quantized, columnwise, valid_rows, splits
+            )
 
     def valid_rows(self, layer: str, num_rows: int | torch.Tensor) -> None:
         """Say how many rows of dimension 0 of this layer's tensors count, until the end of the iteration.

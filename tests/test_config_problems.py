@@ -91,7 +91,7 @@ def test_each_message_says_where_what_was_expected_and_what_was_found(settings, 
     [
         ({"name": "x"}, "triggers[0]", "missing key kind; known kinds: nonfinite, loss_jump"),
         ({"kind": "nonfinit"}, "triggers[0].kind", "did you mean nonfinite?"),
-        ({"kind": "exprt"}, "triggers[0].kind", "did you mean expert (not available in this version)?"),
+        ({"kind": "hnag"}, "triggers[0].kind", "did you mean hang (not available in this version)?"),
         ({"kind": 3}, "triggers[0].kind", "expected one of nonfinite"),
         ({"kind": "nonfinite", "factor": 3}, "triggers[0].factor", "unknown key. Known keys: kind, name"),
         ({"kind": "amax_spike", "factr": 3}, "triggers[0].factr", "did you mean factor?"),

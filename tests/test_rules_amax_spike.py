@@ -4,7 +4,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from rules_support import DEVICES, ReferenceArming, Run, healthy, key, statistics_row
+from rules_support import DEVICES, HISTORIES, PlainRule, ReferenceArming, Run, compare, healthy, key, statistics_row
 
 from flightrec.config.rules import AmaxSpikeRule
 from flightrec.records import Phase
@@ -118,75 +118,83 @@ def test_severity_watch_fires_and_never_holds():
     assert not verdict.hold.item()
 
 
-class ReferenceSeries:
-    def __init__(self, rule: AmaxSpikeRule) -> None:
-        self.window: deque[float] = deque(maxlen=rule.window)
-        self.arming, self.watch_arming = ReferenceArming(rule.rearm), ReferenceArming(rule.rearm)
-        self.run, self.pending = 0, 0.0
+class PlainAmax(PlainRule):
+    """All series of an evaluator: they confirm each other."""
+
+    def __init__(self, rule: AmaxSpikeRule, num_series: int) -> None:
+        self.rule = rule
+        self.windows = [deque(maxlen=rule.window) for _ in range(num_series)]
+        self.arming = [ReferenceArming(rule.rearm) for _ in range(num_series)]
+        self.watch_arming = [ReferenceArming(rule.rearm) for _ in range(num_series)]
+        self.runs, self.pending = [0] * num_series, [0.0] * num_series
+
+    def tick(self, records):
+        amaxes = {
+            number: {
+                seen: found["amax"]
+                for seen, found in values.items()
+                if found["amax"] > 0 and found["numel"] >= self.rule.min_numel
+            }
+            for number, values in records.items()
+        }
+        samples = {number: max(values.values()) for number, values in amaxes.items() if values}
+        limits = {
+            number: self.rule.factor * max(self.windows[number])
+            for number in samples
+            if len(self.windows[number]) >= self.rule.min_samples
+        }
+        excesses = {number for number, limit in limits.items() if samples[number] > limit}
+        fired, watched = set(), set()
+        for number, sample in samples.items():
+            is_excess = number in excesses
+            self.runs[number] = self.runs[number] + 1 if is_excess else 0
+            confirmed = is_excess and max(len(excesses), self.runs[number]) >= self.rule.confirm
+            self.pending[number] = max(self.pending[number], sample) if is_excess else 0.0
+            if confirmed or not is_excess:
+                self.windows[number].append(self.pending[number] if confirmed else sample)
+                self.pending[number] = 0.0
+            rows = {seen for seen, value in amaxes[number].items() if is_excess and value > limits[number]}
+            fired |= rows if self.arming[number].fire(confirmed) else set()
+            watched |= rows if self.watch_arming[number].fire(is_excess and not confirmed) else set()
+        return fired, watched
 
 
-def reference(rule: AmaxSpikeRule, series: dict[int, ReferenceSeries], amaxes: dict[int, list[float]]):
-    """One tick: (series, microbatch) pairs that fire, and that are watched."""
-    samples = {number: max(values) for number, values in amaxes.items() if max(values) > 0}
-    limits = {
-        number: rule.factor * max(series[number].window)
-        for number in samples
-        if len(series[number].window) >= rule.min_samples
-    }
-    excesses = {number for number, limit in limits.items() if samples[number] > limit}
-    fired, watched = set(), set()
-    for number, sample in samples.items():
-        one = series[number]
-        if number not in excesses:
-            one.run, one.pending = 0, 0.0
-            one.window.append(sample)
-            one.arming.fire(False)
-            one.watch_arming.fire(False)
-            continue
-        one.run += 1
-        one.pending = max(one.pending, sample)
-        confirmed = len(excesses) >= rule.confirm or one.run >= rule.confirm
-        rows = {(number, row) for row, value in enumerate(amaxes[number]) if value > limits[number]}
-        if confirmed:
-            one.window.append(one.pending)
-            one.pending = 0.0
-        if one.arming.fire(confirmed):
-            fired |= rows
-        if one.watch_arming.fire(not confirmed):
-            watched |= rows
-    return fired, watched
+def draw_amax(generator, rare: float):
+    if generator.random() < 0.2:
+        return None
+    spikes = [rare, rare / 2]
+    amax = generator.choice(
+        [0.0, np.nan, 1.0, 1.5, 2.0, 9.0, 70.0], p=[0.1, 0.05, *[(0.85 - sum(spikes)) / 3] * 3, *spikes]
+    )
+    numel = generator.choice([0, 10, 2000], p=[0.02, 0.05, 0.93])
+    return healthy(numel=float(numel), amax=float(amax * generator.uniform(0.9, 1.1)) if numel else np.nan)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(8))
-def test_equals_a_plain_implementation(device, seed):
-    generator = np.random.default_rng(seed)
-    num_series = 300 if seed < 1 else 6
-    rule = AmaxSpikeRule(
-        window=int(generator.integers(3, 9)), min_samples=3, min_numel=1, rearm=2,
-        confirm=int(1 if seed < 1 else generator.integers(1, 4)),
+@pytest.mark.parametrize("seed", range(4))
+def test_equals_a_plain_implementation_where_series_confirm_themselves(device, seed):
+    rule = AmaxSpikeRule(window=3 + seed, min_samples=3, min_numel=100, rearm=2, confirm=1 + 63 * (seed % 2))
+    proof = compare(
+        rule, None, lambda generator: draw_amax(generator, 0.04), device=device, seed=seed,
+        whole=lambda rule: PlainAmax(rule, HISTORIES // 4),
     )  # fmt: skip
-    run, series = Run([rule], device), {number: ReferenceSeries(rule) for number in range(num_series)}
-    num_fired = num_watched = 0
-    for tick in range(30 if seed < 1 else 150):
-        if tick and tick % 70 == 0:
-            run.restart()
-        records, amaxes = {}, {}
-        for number in range(num_series if tick > 20 else max(1, num_series // 2)):
-            if generator.random() < 0.2:
-                continue
-            amaxes[number] = []
-            for microbatch in range(2):
-                amax = generator.choice([0.0, 1.0, 1.5, 2.0, 9.0, 70.0], p=[0.1, 0.27, 0.27, 0.27, 0.06, 0.03])
-                records[key(f"layer.{number}", microbatch=microbatch)] = healthy(amax=amax)
-                amaxes[number].append(amax)
-        verdict = run.tick(records)
-        fired, watched = reference(rule, series, amaxes)
-        assert run.marked(verdict.fired) == {key(f"layer.{n}", microbatch=m) for n, m in fired}
-        assert run.marked(verdict.watch) == {key(f"layer.{n}", microbatch=m) for n, m in watched}
-        num_fired, num_watched = num_fired + len(fired), num_watched + len(watched)
-    assert num_fired > 2
-    assert num_watched > 5 or rule.confirm == 1
+    assert proof.tells
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_equals_a_plain_implementation_where_series_confirm_each_other(device):
+    num_series, fired = 50, 0
+    for seed in range(HISTORIES // num_series):
+        options = np.random.default_rng(seed)
+        rule = AmaxSpikeRule(
+            window=int(options.integers(3, 9)), min_samples=3, min_numel=100, rearm=2,
+            confirm=int(options.integers(2, 5)),
+        )  # fmt: skip
+        fired += compare(
+            rule, None, lambda generator: draw_amax(generator, 0.01), device=device, seed=seed, num_series=num_series,
+            num_ticks=30, pool=300, whole=lambda rule: PlainAmax(rule, num_series),
+        ).fired  # fmt: skip
+    assert fired > 1000
 
 
 def test_sentence():

@@ -4,34 +4,60 @@ from collections import deque
 
 import numpy as np
 import pytest
-from rules_support import DEVICES, PlainSeries, Run, compare, key, loss, statistics_row
+import torch
+from rules_support import DEVICES, PlainSeries, Run, compare, key, layout_of, loss, statistics_row
 
 from flightrec.config.rules import LossJumpRule
 from flightrec.config.training_rules import LossDriftRule
-from flightrec.records import NO_MICROBATCH
+from flightrec.records import NO_MICROBATCH, NUM_STATISTICS, Statistic
+from flightrec.rules.evaluate import Evaluator
 
 LOSS = key("", "loss", NO_MICROBATCH)
 
 
-def noisy(generator, level: float) -> float:
-    return level * (1 + 0.02 * generator.standard_normal())
+def fired_at(rules, losses) -> list[np.ndarray]:
+    """For each rule, bool [iterations, runs]: judge many runs at once, losses [iterations, runs]."""
+    evaluator = Evaluator("cpu", rules)
+    num_runs = losses.shape[1]
+    for run in range(num_runs):
+        evaluator.register(layout_of(key(f"run.{run}", "loss", NO_MICROBATCH), run))
+    found = []
+    for tick, now in enumerate(losses):
+        rows = np.full((num_runs, NUM_STATISTICS), np.nan)
+        for name, values in (("NUMEL", 1), ("NAN_COUNT", 0), ("POSITIVE_INF_COUNT", 0), ("NEGATIVE_INF_COUNT", 0)):
+            rows[:, Statistic[name]] = values
+        rows[:, Statistic.SUM], rows[:, Statistic.AMAX] = now, np.abs(now)
+        verdict = evaluator.evaluate(tick, torch.from_numpy(rows), torch.ones(num_runs, dtype=torch.bool))
+        found.append(verdict.fired.numpy())
+    return list(np.stack(found, axis=1))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_climb_from_2_5_to_7_5_over_500_iterations_fires_where_a_jump_does_not(seed):
-    generator = np.random.default_rng(seed)
-    run = Run([LossDriftRule(), LossJumpRule()])
-    for _ in range(200):
-        verdict = run.tick({LOSS: loss(noisy(generator, 2.5))})
-        assert not verdict.any.item()
-    fired = []
-    for number in range(500):
-        verdict = run.tick({LOSS: loss(noisy(generator, 2.5 + number / 100))})
-        fired.append(verdict.fired.any(1).tolist())
-    at = [number for number, (drift, _) in enumerate(fired) if drift]
-    assert len(at) == 1
-    assert at[0] < 150
-    assert not any(jump for _, jump in fired)
+def test_a_climb_from_2_5_to_7_5_over_500_iterations_fires_in_12_of_12_seeds_where_a_jump_does_not():
+    level = np.concatenate([np.full(200, 2.5), np.linspace(2.5, 7.5, 500)])[:, None]
+    noise = np.random.default_rng(0).standard_normal((700, 12))
+    drift, jump = fired_at([LossDriftRule(), LossJumpRule()], level * (1 + 0.02 * noise))
+    assert not drift[:200].any()
+    assert drift[200:350].any(0).all()
+    assert (drift.sum(0) == 1).all()
+    assert not jump.any()
+
+
+def test_nothing_fires_in_800_000_healthy_samples():
+    """Falling and flat losses, quiet and noisy, normal and heavy-tailed, batches alike or correlated: 400 runs."""
+    generator = np.random.default_rng(3)
+    num_iterations, num_runs = 2000, 400
+    time = np.arange(num_iterations)[:, None]
+    run = np.arange(num_runs)
+    level = 2.0 + np.where(run % 2, 6.0, 0.0) * np.exp(-time / generator.uniform(50, 1500, num_runs))
+    noise = generator.standard_normal((num_iterations, num_runs))
+    heavy = np.exp(0.7 * generator.standard_normal((num_iterations, num_runs))) - np.exp(0.245)
+    noise = np.where(run % 5 == 4, heavy, noise)
+    for number in range(1, num_iterations):
+        noise[number, run % 7 == 6] += 0.3 * noise[number - 1, run % 7 == 6]
+    share = generator.choice([0.01, 0.03, 0.1, 0.3], num_runs)
+    (drift,) = fired_at([LossDriftRule()], level * (1 + share * noise))
+    assert drift.size == 800_000
+    assert drift.sum() == 0
 
 
 def test_a_falling_or_steady_noisy_loss_is_silent():
@@ -81,7 +107,7 @@ class Plain(PlainSeries):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_equals_a_plain_implementation(device, seed):
     rule = LossDriftRule(window=3 + seed % 4, history=8 + seed, min_samples=4, rearm=2, factor=1.25, sigma=0.3 * seed)
 
@@ -94,7 +120,7 @@ def test_equals_a_plain_implementation(device, seed):
     def keys(number):
         return [key(f"head.{number}", "loss", microbatch) for microbatch in range(2)]
 
-    assert compare(rule, Plain, draw, device=device, seed=seed, keys=keys) > 50
+    assert compare(rule, Plain, draw, device=device, seed=seed, keys=keys).tells
 
 
 def test_sentence():

@@ -56,7 +56,7 @@ def test_equals_a_plain_implementation(device, seed):
             return None
         return loss(float(generator.choice([np.nan, 4.0, 1.0, 0.5, 0.25, 0.125], p=[0.1, 0.1, 0.2, 0.2, 0.2, 0.2])))
 
-    assert compare(rule, Plain, draw, device=device, seed=seed, keys=metric) > 10
+    assert compare(rule, Plain, draw, device=device, seed=seed, keys=metric).tells
 
 
 def test_sentence():

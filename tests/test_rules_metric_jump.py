@@ -64,7 +64,7 @@ def test_equals_a_plain_implementation(device, seed):
         usual = 3 + generator.standard_normal()
         return loss({"nan": np.nan, "jump": 20.0 + usual, "usual": usual}[kind])
 
-    assert compare(rule, Plain, draw, device=device, seed=seed, keys=metric) > 50
+    assert compare(rule, Plain, draw, device=device, seed=seed, keys=metric).tells
 
 
 def test_sentence():

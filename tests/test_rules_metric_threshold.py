@@ -65,7 +65,7 @@ def test_equals_a_plain_implementation(device, seed):
             return None
         return loss(float(generator.choice([np.nan, np.inf, generator.standard_normal()], p=[0.05, 0.05, 0.9])))
 
-    assert compare(rule, Plain, draw, device=device, seed=seed, keys=metric) > 50
+    assert compare(rule, Plain, draw, device=device, seed=seed, keys=metric).tells
 
 
 def test_sentences():

@@ -60,7 +60,7 @@ class PlainShare(PlainSeries):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0].__name__)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_equals_a_plain_implementation(device, kind, seed):
     rule_class, made = kind
     options = np.random.default_rng(seed)
@@ -80,7 +80,7 @@ def test_equals_a_plain_implementation(device, kind, seed):
             values |= {"nan_count": values["numel"], "sum_of_squares": 0.0, "squared_error": 0.0, "clipped_count": 0.0}
         return values
 
-    assert compare(rule, PlainShare, draw, device=device, seed=seed) > 50
+    assert compare(rule, PlainShare, draw, device=device, seed=seed).tells
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0].__name__)

@@ -60,10 +60,10 @@ def test_equals_a_plain_implementation(device, seed):
             return None
         return healthy(sum=float(generator.random() < 0.15), amax=float(generator.random() < 0.05))
 
-    fired = compare(
+    proof = compare(
         rule, Plain, draw, device=device, seed=seed, keys=lambda number: [key(f"layer.{number}", microbatch=0)]
     )
-    assert fired > 50
+    assert proof.tells
 
 
 def test_sentence():

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
+from flightrec.config.expert_rule import ExpertRule
 from flightrec.config.fields import StrictFloat, StrictInt, TensorNames, refuse
 from flightrec.config.quantizer_rules import (
     InconsistentScaleRule,
@@ -38,10 +39,7 @@ from flightrec.config.training_rules import (
 )
 from flightrec.records import TENSORS, Severity
 
-LATER_KINDS = (
-    "expert",
-    "hang",
-)
+LATER_KINDS = ("hang",)
 """Kinds that are named in the documentation of later versions and refused by this one."""
 
 
@@ -164,6 +162,7 @@ AnyRule = Union[  # noqa: UP007
     MissingRecordRule,
     UnchangedParametersRule,
     LossScaleCollapseRule,
+    ExpertRule,
     ExceptionRule,
     ManualRule,
 ]
@@ -188,6 +187,7 @@ RULE_CLASSES: dict[str, type[RuleBase]] = {
     "missing_record": MissingRecordRule,
     "unchanged_parameters": UnchangedParametersRule,
     "loss_scale_collapse": LossScaleCollapseRule,
+    "expert": ExpertRule,
     "exception": ExceptionRule,
     "manual": ManualRule,
 }

@@ -168,6 +168,11 @@ class Registry:
             self.quantizers.append(info)
         return number
 
+    def add_rows(self, num_rows: int) -> int:
+        """First of ``num_rows`` new rows of the statistics matrix, one after the other."""
+        with self._allocating():
+            return self.statistics.add_rows(num_rows)
+
     def _add(self, key: Key) -> Entry:
         with self._allocating():
             entry = self.entries[key] = Entry(key, self.statistics.add_row())

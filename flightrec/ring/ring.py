@@ -16,9 +16,10 @@ import torch
 from flightrec.errors import RingMemoryError
 from flightrec.kernels import ops
 from flightrec.records import NO_MICROBATCH, Key, QuantizerInfo, RecordLayout
+from flightrec.ring.experts import Experts
 from flightrec.ring.layout import QuantizedParts, Segments
 from flightrec.ring.memory import Contributor, Decision, decide, default_memory_bytes, format_bytes, format_table
-from flightrec.ring.registry import Registry
+from flightrec.ring.registry import Placed, Registry
 from flightrec.ring.slots import TABLE_SIZE, SlotTable
 from flightrec.ring.statistics import StatisticsMatrix
 from flightrec.ring.streams import Streams
@@ -98,6 +99,9 @@ class Ring:
         self._new_slot_table(1, 0)
         self._num_microbatches: int | None = None  # known once committed
         self._capture = ops.choose(self.device)
+        self._experts = Experts(self._registry, self.device)
+        self.without_experts: set[tuple[str, str]] = set()
+        """(layer, tensor) of records whose experts could not be told apart."""
         self._lock = threading.RLock()
         self._tick = -1
         self._indexes: dict[int, IterationIndex] = {}
@@ -126,6 +130,7 @@ class Ring:
         quantized: QuantizedParts | None = None,
         keep: frozenset[str] = KEEP_BYTES,
         valid_rows: int | torch.Tensor | None = None,
+        splits: torch.Tensor | None = None,
     ) -> RecordLayout | None:
         """Copy a tensor into the current tick's slot and write its statistics, launched on the current stream.
 
@@ -138,6 +143,8 @@ class Ring:
             quantized: its quantized form, or None.
             keep: ``high_precision``, ``quantized``: which bytes to keep; statistics always are.
             valid_rows: only rows ``[0, n)`` of dimension 0 count in the statistics; an int or a one-element tensor.
+            splits: integers ``[E]`` on the ring's device: the rows of each expert, which gets statistics of its own
+                under the part ``expert.<i>``; rows beyond their sum are padding.
 
         Returns:
             the record's layout; None when there are too many calls in this tick, or too many keys.
@@ -153,11 +160,25 @@ class Ring:
                 self._layout_ids.append(placed.layout.layout_id)
                 slot, tick = self.slots.table_entry(self._tick), self.slots.tick_entry(self._tick)
                 self._streams.enter()
+                experts = None if splits is None else self._claim_experts(placed, len(splits))
             if placed.destination is not None:
                 if isinstance(valid_rows, torch.Tensor) and valid_rows.device != self.device:
                     valid_rows = int(valid_rows.numpy().reshape(-1)[0]) if valid_rows.device.type == "cpu" else None
+                valid_rows = splits.sum() if splits is not None and valid_rows is None else valid_rows
                 self._capture(placed.plan, placed.destination, high_precision, parts, slot, tick, valid_rows)
+                if experts is not None and splits is not None:
+                    self._experts.write(experts, placed.plan, high_precision, parts, splits, slot, tick)
         return placed.layout
+
+    def _claim_experts(self, placed: Placed, num_experts: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        rows = None
+        if placed.destination is not None:
+            rows = self._experts.claim(placed.layout.key, placed.layout.dtype, num_experts, self._tick)
+        if rows is None:
+            self.without_experts.add((placed.layout.key.layer, placed.layout.key.tensor))
+            return None
+        self._layout_ids.extend(rows.layout_ids)
+        return self._experts.bind(rows)
 
     def join(self) -> None:
         """The current stream waits for every stream that recorded in this tick; the host does not wait."""

@@ -37,6 +37,7 @@ class StatisticsMatrix:
         self._device, self._num_planes = device, num_planes
         self._blocks: list[_Block] = []
         self.num_rows = 0
+        self.generation = 0  # changes whenever ``rows`` would give other memory
 
     @property
     def num_bytes(self) -> int:
@@ -56,6 +57,21 @@ class StatisticsMatrix:
             self._blocks.append(self._allocate(row, size))
         self.num_rows += 1
         return row
+
+    def add_rows(self, num_rows: int) -> int:
+        """First of ``num_rows`` new rows in one block; what is left of a block that is too short is never written."""
+        if self.num_allocated_rows - self.num_rows < num_rows:
+            self.num_rows = self.num_allocated_rows
+            size = max(num_rows, min(max(self.num_rows, FIRST_BLOCK_ROWS), LARGEST_BLOCK_ROWS))
+            self._blocks.append(self._allocate(self.num_rows, size))
+        self.num_rows += num_rows
+        return self.num_rows - num_rows
+
+    def rows(self, first_row: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``row`` for what ``add_rows`` gave: values float64 ``[planes, n, C]``, stamps int64 ``[planes, n]``."""
+        block = next(block for block in reversed(self._blocks) if block.first_row <= first_row)
+        at = slice(first_row - block.first_row, first_row - block.first_row + num_rows)
+        return block.values[:, at], block.stamps[:, at]
 
     def row(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views of one row in all planes: values float64 ``[planes, C]``, stamps int64 ``[planes]``."""
@@ -84,6 +100,7 @@ class StatisticsMatrix:
     def resize(self, num_planes: int) -> None:
         """Have ``num_planes`` planes; plane 0 keeps its rows, all others are never written."""
         self._num_planes = num_planes
+        self.generation += 1
         old, self._blocks = self._blocks, []
         for block in old:
             new = self._allocate(block.first_row, block.num_rows)

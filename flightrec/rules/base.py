@@ -10,7 +10,7 @@ phases and layer patterns are the evaluator's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -103,6 +103,11 @@ class DeviceRule(ABC):
         """Whether a row that the configuration's layers, tensors and phases cover is looked at."""
         del key
         return True
+
+    def relatives(self, key: Key) -> Hashable | None:
+        """What a series has in common with its siblings (``tables.siblings``); None for one that can have none."""
+        del key
+        return None
 
     @abstractmethod
     def judge(self, samples: Samples) -> Judgement:

@@ -146,7 +146,7 @@ class _Runner:
         self.config = config
         self.state = SeriesState(device)
         self.rule: DeviceRule = DEVICE_RULES[config.kind](config, self.state)
-        self.index = SeriesIndex(device, self.rule.grouping)
+        self.index = SeriesIndex(device, self.rule.grouping, self.rule.relatives)
         self._arming = Arming(self.state, "rearming", config.rearm)
         self._watch_arming = Arming(self.state, "watch_rearming", config.rearm)
         self._remembered: dict[str, Tensor] = {}  # rows of a loaded state ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flightrec.rules.amax_spike import AmaxSpike
 from flightrec.rules.base import DeviceRule
+from flightrec.rules.expert import Expert
 from flightrec.rules.inconsistent_scale import InconsistentScale
 from flightrec.rules.loss_drift import LossDrift
 from flightrec.rules.loss_jump import LossJump
@@ -35,6 +36,7 @@ _RULES: tuple[type[DeviceRule], ...] = (
     MissingRecord,
     UnchangedParameters,
     LossScaleCollapse,
+    Expert,
 )
 
 DEVICE_RULES: dict[str, type[DeviceRule]] = {rule.kind: rule for rule in _RULES}

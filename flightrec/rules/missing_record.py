@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import ClassVar
 
 import torch
 
+from flightrec.config.expert_rule import expert_of
 from flightrec.config.training_rules import MissingRecordRule
 from flightrec.records import Key, Statistic
 from flightrec.rules.base import DeviceRule, Judgement, Samples, number, subject
@@ -20,7 +21,8 @@ class MissingRecord(DeviceRule):
     ``min_samples`` iterations in which it was there. So a tensor that is recorded in every n-th iteration is not
     missing, nor is one whose turn it is not under a budget, nor are gradients while a scaler skips steps: such
     iterations do not count. The value is the number of iterations without it. It fires once, and again when it has
-    come back for ``rearm`` iterations and is gone again.
+    come back for ``rearm`` iterations and is gone again. An expert without tokens has no gradients in health: one of
+    several experts of a layer is there when any of them is.
     """
 
     kind: ClassVar[str] = "missing_record"
@@ -35,9 +37,16 @@ class MissingRecord(DeviceRule):
         state.declare("longest", dtype=torch.int64)  # gap that it came back from
         state.declare("samples", dtype=torch.int64)
 
+    def relatives(self, key: Key) -> Hashable | None:
+        """Experts of one layer."""
+        found = expert_of(key)
+        return None if found is None else found[0]
+
     def judge(self, samples: Samples) -> Judgement:
         """Judge one tick; see the class."""
         there = samples.present.any(1)
+        if samples.tables.siblings is not None:
+            there = samples.tables.siblings.largest(there.to(torch.float64)) > 0
         gap, longest, count = self.state["gap"], self.state["longest"], self.state["samples"]
         longest.copy_(torch.where(there, torch.maximum(longest, gap), longest))
         missed = ~there

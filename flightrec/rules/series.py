@@ -7,7 +7,7 @@ something new came. Uploads go through pinned memory and do not synchronise.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from flightrec.records import NO_MICROBATCH, Key, Phase
+from flightrec.rules.siblings import Siblings, build_siblings
 
 
 def series_of(key: Key) -> Key:
@@ -42,6 +43,7 @@ class SeriesTables:
         groups_real: bool [G, M], padding is false.
         place_of_row: int64 [R], place of each row, 0 where there is none.
         row_is_seen: bool [R].
+        siblings: the same tensor of several experts; None when the rule asks for none, or none has a sibling.
     """
 
     shape: tuple[int, int]
@@ -54,6 +56,7 @@ class SeriesTables:
     groups_real: Tensor | None
     place_of_row: Tensor
     row_is_seen: Tensor
+    siblings: Siblings | None = None
 
     def feeding(self, samples: Tensor) -> Tensor:
         """Those of ``samples`` (bool [S]) that enter the history."""
@@ -73,11 +76,18 @@ class SeriesIndex:
     Args:
         device: where the tables go.
         grouping: maps a key to its series (a key whose microbatch is ``NO_MICROBATCH``).
+        relatives: what a series has in common with its siblings, or None; see ``DeviceRule``.
     """
 
-    def __init__(self, device: torch.device, grouping: Callable[[Key], Key] = series_of) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        grouping: Callable[[Key], Key] = series_of,
+        relatives: Callable[[Key], Hashable | None] | None = None,
+    ) -> None:
         self._device = device
         self._grouping = grouping
+        self._relatives = relatives
         self._series: dict[Key, int] = {}
         self._widths: list[int] = []  # rows of each series
         self._places: dict[int, tuple[int, int, bool]] = {}  # of each row: series, column, has no microbatch
@@ -142,6 +152,7 @@ class SeriesIndex:
             groups_real=groups_real,
             place_of_row=self._upload(place_of_row),
             row_is_seen=self._upload(row_is_seen),
+            siblings=None if self._relatives is None else build_siblings(series, self._relatives, self._upload),
         )
 
     def _build_twins(self, series: list[Key]) -> np.ndarray:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from flightrec.config.expert_rule import expert_of
 from flightrec.config.training_rules import UnchangedParametersRule
 from flightrec.records import Key, Statistic
 from flightrec.rules.base import DeviceRule, Judgement, Samples, number, subject
@@ -19,7 +20,8 @@ class UnchangedParameters(DeviceRule):
 
     The same is a parameter whose sum, sum of squares and amax are equal to the bit. One that never changed is frozen on
     purpose and stays silent; an iteration whose step a scaler skipped is no sample. The value is the number of samples
-    without a change.
+    without a change. An expert without tokens has no gradient, and many optimizers then leave it alone: one of several
+    experts stands still only when all of them do.
     """
 
     kind: ClassVar[str] = "unchanged_parameters"
@@ -32,6 +34,11 @@ class UnchangedParameters(DeviceRule):
         state.declare("run", dtype=torch.int64)  # samples in a row without a change
         state.declare("changes", dtype=torch.int64)
 
+    def relatives(self, key: Key) -> Hashable | None:
+        """Experts of one layer."""
+        found = expert_of(key)
+        return None if found is None else found[0]
+
     def judge(self, samples: Samples) -> Judgement:
         """Judge one tick; see the class."""
         usable = samples.present & (samples.column(Statistic.NUMEL) > 0)
@@ -42,8 +49,11 @@ class UnchangedParameters(DeviceRule):
         known, run, changes = self.state["known"], self.state["run"], self.state["changes"]
         seen_before = sampled & (known[:, 0] == known[:, 0])
         same = seen_before & (now == known).all(1)
+        changed = seen_before ^ same
+        changes.add_(changed)
+        if samples.tables.siblings is not None:
+            same &= samples.tables.siblings.largest(changed.to(torch.float64)) == 0
         run.add_(same).masked_fill_(sampled ^ same, 0)
-        changes.add_(seen_before ^ same)
         known.copy_(torch.where(sampled[:, None], now, known))
         faulty = same & (run >= self._consecutive) & (changes >= self._min_samples)
         return Judgement(sampled, faulty, usable, run.to(torch.float64)[:, None], float(self._consecutive))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import ClassVar
 
 import torch
 
+from flightrec.config.expert_rule import expert_of
 from flightrec.config.training_rules import ZeroGradientRule
 from flightrec.records import Key, Statistic
 from flightrec.rules.base import DeviceRule, Judgement, Samples, number, subject
@@ -16,8 +17,11 @@ from flightrec.rules.state import SeriesState
 class ZeroGradient(DeviceRule):
     """Fires when amax is 0 in ``consecutive`` samples in a row, after ``min_samples`` that were not zero.
 
-    A sample is the largest amax over the microbatches. An empty tensor, or one without a finite value, is none: an
-    expert without tokens has no zero gradient. The value is the number of zero samples in a row.
+    A sample is the largest amax over the microbatches. An empty tensor, or one without a finite value, is none. The
+    value is the number of zero samples in a row.
+
+    An expert that gets no tokens has gradients of zero in health, for as long as its router likes. So experts of one
+    layer count together: a zero is one only in an iteration in which the same tensor is zero, or not there, in all.
     """
 
     kind: ClassVar[str] = "zero_gradient"
@@ -30,15 +34,23 @@ class ZeroGradient(DeviceRule):
         state.declare("run", dtype=torch.int64)  # zero samples in a row
         state.declare("nonzero", dtype=torch.int64)  # samples that were not zero
 
+    def relatives(self, key: Key) -> Hashable | None:
+        """Experts of one layer."""
+        found = expert_of(key)
+        return None if found is None else found[0]
+
     def judge(self, samples: Samples) -> Judgement:
         """Judge one tick; see the class."""
         amax = samples.column(Statistic.AMAX)
         usable = (amax >= 0) & (samples.column(Statistic.NUMEL) > 0) & samples.present
         sample = torch.where(usable, amax, self._none).amax(1)
-        sampled, zero, some = sample >= 0, sample == 0, sample > 0
+        siblings = samples.tables.siblings
+        largest = sample if siblings is None else siblings.largest(sample)
+        sampled, some = sample >= 0, largest > 0
+        zero = sampled & ~some
         run, nonzero = self.state["run"], self.state["nonzero"]
         run.add_(zero).masked_fill_(some, 0)
-        nonzero.add_(samples.tables.feeding(some))
+        nonzero.add_(samples.tables.feeding(sample > 0))
         faulty = zero & (run >= self._consecutive) & (nonzero >= self._min_samples)
         return Judgement(sampled, faulty, usable, run.to(torch.float64)[:, None], float(self._consecutive))
 
