@@ -10,6 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 WIDTH = 32
 
+RECORD_ALL = {"budget": "none"}
+"""Part of a configuration under which everything that is selected is recorded in every iteration, without turns."""
+
 
 class Block(nn.Module):
     """Norm and a two-layer MLP beside a residual."""

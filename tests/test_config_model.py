@@ -31,7 +31,7 @@ from flightrec.records import Phase
 
 def test_the_defaults():
     config = Config()
-    assert config.budget == "none"
+    assert config.budget == Share(0.01)
     assert config.ring == RingConfig(iterations=4, memory=None, on_out_of_memory="statistics_only", microbatches="all")
     assert config.select == (Selection(),)
     assert config.incident == IncidentConfig(

@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from models import RECORD_ALL
 from torch import nn
 
 import flightrec
@@ -26,6 +27,7 @@ JUMP = {"kind": "loss_jump", "min_samples": 2, "window": 8}
 
 def config(*triggers: dict[str, Any], iterations: int = 4, after: int = 1) -> dict[str, Any]:
     made: dict[str, Any] = {
+        **RECORD_ALL,
         "select": [EVERYTHING],
         "ring": {"iterations": iterations},
         "incident": {"after": after, "cooldown": 0},

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from models import RECORD_ALL
 from torch import nn
 
 import flightrec
@@ -31,6 +32,7 @@ SPIKE = {"kind": "amax_spike", "min_samples": 1, "min_numel": 1, "confirm": 1}
 
 def config(*triggers: dict[str, Any], **select: Any) -> dict[str, Any]:
     return {
+        **RECORD_ALL,
         "select": [{"tensors": "*", **select}],
         "triggers": list(triggers) or QUANTIZER_RULES,
         "ring": {"iterations": 4},

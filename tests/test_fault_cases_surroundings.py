@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import batches, make, train
+from models import RECORD_ALL, batches, make, train
 from torch import nn
 
 import flightrec
@@ -22,6 +22,7 @@ EVERYTHING = {"tensors": "*", "phases": ["train", "recompute", "eval"]}
 
 def config(*triggers, iterations: int = 4, after: int = 1, **more):
     made = {
+        **RECORD_ALL,
         "select": [EVERYTHING],
         "ring": {"iterations": iterations},
         "incident": {"after": after, "cooldown": 0},

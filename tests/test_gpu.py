@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from models import WIDTH, batches, loss_of, make
+from models import RECORD_ALL, WIDTH, batches, loss_of, make
 from torch import nn
 
 import flightrec
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 
-EVERYTHING = {"select": [{"tensors": "*", "phases": ["train", "recompute"]}]}
+EVERYTHING = {**RECORD_ALL, "select": [{"tensors": "*", "phases": ["train", "recompute"]}]}
 
 
 def fp8_net(**options) -> nn.Module:
@@ -207,7 +207,11 @@ def test_an_incident_holds_the_tensors_of_the_run(precision, tmp_path):
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_a_planted_nan_is_caught_and_blamed(precision, tmp_path):
     net = net_of(precision)
-    made = {"select": [{"tensors": ["activation", "weight", "gradient", "output"]}], "ring": {"iterations": 2}}
+    made = {
+        **RECORD_ALL,
+        "select": [{"tensors": ["activation", "weight", "gradient", "output"]}],
+        "ring": {"iterations": 2},
+    }
     with flightrec.Recorder(made, directory=tmp_path) as recorder:
         recorder.attach(net)
 
@@ -265,7 +269,7 @@ with flightrec.Recorder(directory={str(tmp_path / "out")!r}) as recorder:
 
 def test_side_streams_are_ordered(tmp_path):
     stream = torch.cuda.Stream()
-    made = {"select": [{"tensors": "*"}], "ring": {"iterations": 2}, "incident": {"after": 0}}
+    made = {**RECORD_ALL, "select": [{"tensors": "*"}], "ring": {"iterations": 2}, "incident": {"after": 0}}
     with flightrec.Recorder(made, directory=tmp_path) as recorder:
         for iteration in range(6):
             x = torch.full((1 << 20,), float(iteration), device="cuda")

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from models import WIDTH, batches, loss_of, make, train
+from models import RECORD_ALL, WIDTH, batches, loss_of, make, train
 from torch import nn
 
 import flightrec
@@ -23,6 +23,7 @@ from flightrec.records import Severity, Stage
 
 def config(iterations: int = 3, after: int = 1, **more):
     made = {
+        **RECORD_ALL,
         "select": [{"tensors": "*"}],
         "ring": {"iterations": iterations},
         "incident": {"after": after, "cooldown": 0},

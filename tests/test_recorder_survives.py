@@ -14,7 +14,7 @@ import weakref
 
 import pytest
 import torch
-from models import batches, loss_of, make, train
+from models import RECORD_ALL, batches, loss_of, make, train
 from torch import nn
 
 import flightrec
@@ -24,6 +24,7 @@ from flightrec.records import Stage
 
 def config(iterations: int = 3, after: int = 1, **more):
     made = {
+        **RECORD_ALL,
         "select": [{"tensors": "*"}],
         "ring": {"iterations": iterations},
         "incident": {"after": after, "cooldown": 0},

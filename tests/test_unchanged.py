@@ -8,12 +8,12 @@ import os
 
 import pytest
 import torch
-from models import batches, make, train
+from models import RECORD_ALL, batches, make, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flightrec
 
-ALL = {"select": [{"tensors": "*", "phases": ["train", "recompute"]}]}
+ALL = {**RECORD_ALL, "select": [{"tensors": "*", "phases": ["train", "recompute"]}]}
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non_reentrant"])

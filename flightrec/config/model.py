@@ -118,7 +118,8 @@ class Config(ConfigModel):
     """
 
     budget: Budget = Field(
-        default="none",
+        default=Share(0.01),
+        json_schema_extra={"default": "1%"},
         description="Share of a step that recording may take, such as `1%`: block boundaries and scalars are recorded "
         "in every iteration, the other layers in turns. `none`: everything that is selected in every iteration.",
     )

@@ -27,6 +27,7 @@ ITERATIONS_AFTER = 3
 """Iterations behind the first non-finite loss, so that the recorder sees its ``after`` iteration and the verdict."""
 
 CONFIG: Mapping[str, Any] = {
+    "budget": "none",
     "ring": {"iterations": 3, "memory": "1 GiB"},
     "select": [
         {"layers": "blocks.*.mlp.fc2", "tensors": ["activation", "weight", "gradient"]},
