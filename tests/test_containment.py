@@ -22,7 +22,7 @@ from types import FunctionType
 
 import pytest
 import torch
-from models import loss_of
+from models import RECORD_ALL, loss_of
 
 import flightrec
 from flightrec.capture import MAX_DEAD_PARTS
@@ -131,6 +131,7 @@ def installed() -> Iterator[None]:
 
 WIDTH = 16
 CONFIG = {
+    **RECORD_ALL,
     "select": [{"tensors": "*"}],
     "ring": {"iterations": 2},
     "incident": {"after": 0, "writer": "thread", "cooldown": 0},

@@ -46,7 +46,8 @@ def test_a_trainer_killed_after_a_verdict_leaves_a_whole_incident(steps_after, t
     process = start(
         """
         net = make("torchao")
-        recorder = flightrec.Recorder({"select": [{"tensors": "*"}], "ring": {"iterations": 3}}, directory=sys.argv[1])
+        config = {**RECORD_ALL, "ring": {"iterations": 3}, "select": [{"tensors": "*"}]}
+        recorder = flightrec.Recorder(config, directory=sys.argv[1])
         recorder.attach(net)
         train(net, batches(5), recorder)
         with torch.no_grad():
@@ -102,7 +103,7 @@ def test_two_ranks_write_files_of_their_own_and_a_healthy_one_writes_nothing(tmp
         rank = int(os.environ["RANK"])
         dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
         net = make(seed=0)
-        recorder = flightrec.Recorder({"ring": {"iterations": 2}}, directory=sys.argv[1], run_id="pair")
+        recorder = flightrec.Recorder({**RECORD_ALL, "ring": {"iterations": 2}}, directory=sys.argv[1], run_id="pair")
         recorder.attach(net)
         def spoil(iteration, index, x):
             if iteration == 3 and rank == 1:
@@ -141,7 +142,7 @@ def test_workers_forked_by_a_data_loader_neither_record_nor_keep_the_writer(tmp_
             def __len__(self): return 8
             def __getitem__(self, i): return torch.full((WIDTH,), float(i))
         net = make()
-        with flightrec.Recorder({"ring": {"iterations": 2}}, directory=sys.argv[1]) as recorder:
+        with flightrec.Recorder({**RECORD_ALL, "ring": {"iterations": 2}}, directory=sys.argv[1]) as recorder:
             recorder.attach(net)
             loader = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2, multiprocessing_context="fork")
             for epoch in range(2):

@@ -80,6 +80,8 @@ def test_shortening_never_cuts_an_escape() -> None:
         (Key("a/b", "output", "aux.0/x", 0, Phase.EVAL, 3), "/1.0000123/a%2Fb/output/0.eval.3.forward.aux.0%2Fx"),
         (Key("", "parameter", "w", NO_MICROBATCH, stage=Stage.START), "/1.0000123/%/parameter/-1.train.0.start.w"),
         (Key("", "parameter", "w", stage=Stage.AFTER_STEP), "/1.0000123/%/parameter/4.train.0.after_step.w"),
+        (Key("", "loss", microbatch=3, stage=Stage.LOSS), "/1.0000123/%/loss/3.train.0.loss"),
+        (Key("", "loss", stage=Stage.LOSS), "/1.0000123/%/loss/4.train.0.loss"),  # given to step, beside the one above
     ],
 )
 def test_record_paths(key: Key, path: str) -> None:

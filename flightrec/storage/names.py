@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from flightrec.records import Key
+from flightrec.records import NO_MICROBATCH, Key, Stage
 
 MAX_LINK_BYTES = 200
 """UTF-8 length up to which an escaped name is a link as it is; longer ones are shortened and end in a hash."""
@@ -67,7 +67,9 @@ def record_path(attempt: int, iteration: int, key: Key, num_microbatches: int) -
     ``/<attempt>.<iteration>/<layer>/<tensor>/<microbatch>.<phase>.<call>.<stage>[.<part>]``; a record without a
     microbatch stands at -1 (stage ``start``) or at ``num_microbatches``.
     """
-    position = key.microbatch_position(num_microbatches)
+    position = key.microbatch
+    if position == NO_MICROBATCH:  # also a loss, though blame takes it for the last microbatch's, which may have its own
+        position = -1 if key.stage is Stage.START else num_microbatches
     last = f"{position}.{key.phase.value}.{key.call}.{key.stage.value}"
     if key.part:
         last = f"{last}.{escape(key.part)}"
