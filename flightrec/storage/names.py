@@ -68,7 +68,7 @@ def record_path(attempt: int, iteration: int, key: Key, num_microbatches: int) -
     microbatch stands at -1 (stage ``start``) or at ``num_microbatches``.
     """
     position = key.microbatch
-    if position == NO_MICROBATCH:  # also a loss, though blame takes it for the last microbatch's, which may have its own
+    if position == NO_MICROBATCH:  # a loss too: the last microbatch may have its own
         position = -1 if key.stage is Stage.START else num_microbatches
     last = f"{position}.{key.phase.value}.{key.call}.{key.stage.value}"
     if key.part:
