@@ -40,6 +40,9 @@ logger = logging.getLogger("flightrec")
 DRAIN_TIMEOUT_S = 120.0
 """How long the end of a run waits for evidence to reach the disk; the writer process goes on by itself after that."""
 
+RESCUE_TIMEOUT_S = 10.0
+"""How long ``close`` waits for what the writer was handed, if handing over the rest failed."""
+
 _STAGE_OF = {
     "gradient": Stage.BACKWARD,
     "dgrad": Stage.BACKWARD,
@@ -324,7 +327,7 @@ class Recorder:
                 if not engine.close(info, self._host_firings() if info else (), DRAIN_TIMEOUT_S):
                     logger.error("flightrec: not all evidence was written in %.0f s", DRAIN_TIMEOUT_S)
         with capture.guard("close"):
-            self._client.close(0.0)  # stopped already, unless closing failed: then at least nobody waits for it
+            self._client.close(RESCUE_TIMEOUT_S)  # stopped already, unless something above failed
         capture.off = True
         with capture.guard("the end of recording"):
             self._detach_all("close() was called")
