@@ -43,6 +43,10 @@ DRAIN_TIMEOUT_S = 120.0
 """How long the end of a run waits for evidence to reach the disk; the writer process goes on by itself after that."""
 
 
+RESCUE_TIMEOUT_S = 10.0
+"""How long ``close`` waits for what the writer was handed, if handing over the rest failed."""
+
+
 class Recorder:
     """Keeps the last iterations of selected tensors on the device and writes them to disk when a rule fires.
 
@@ -315,7 +319,7 @@ class Recorder:
                 if not engine.close(info, self._host_firings() if info else (), DRAIN_TIMEOUT_S):
                     logger.error("flightrec: not all evidence was written in %.0f s", DRAIN_TIMEOUT_S)
         with capture.guard("close"):
-            self._client.close(0.0)  # stopped already, unless closing failed: then at least nobody waits for it
+            self._client.close(RESCUE_TIMEOUT_S)  # stopped already, unless something above failed
         capture.off = True
         with capture.guard("the end of recording"):
             self._history.close()

@@ -26,6 +26,7 @@ from models import RECORD_ALL, loss_of
 
 import flightrec
 from flightrec.capture import MAX_DEAD_PARTS
+from flightrec.sources import stamps, torchao_patch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -104,11 +105,15 @@ def places() -> Iterator[tuple[object, str, object, str]]:
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """All functions wrapped, also where another module imported them by name."""
+    """All functions wrapped, also where another module imported them by name; not those that only the writer calls."""
     undo: list[tuple[object, str, object]] = []
     replaced: dict[int, object] = {}
     for owner, attribute, member, name in list(places()):
-        if name in WALLS or inspect.isgeneratorfunction(getattr(member, "__func__", member)):
+        if (
+            name in WALLS
+            or name.endswith("_from_json")
+            or inspect.isgeneratorfunction(getattr(member, "__func__", member))
+        ):
             continue
         bare = getattr(member, "__func__", member)
         made: object = wrapped(name, bare)
@@ -228,7 +233,8 @@ def errors_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def incidents(directory: Path) -> dict[int, flightrec.Incident]:
-    found = [flightrec.open(folder) for folder in directory.iterdir()] if directory.exists() else []
+    whole = {index.parent for index in directory.glob("*/*.index.h5")}  # a close that failed did not wait for all
+    found = [flightrec.open(folder) for folder in sorted(whole)]
     return {incident.trigger.iteration: incident for incident in found}
 
 
@@ -246,15 +252,39 @@ def test_one_failure_is_logged_once_and_costs_the_run_nothing(seam, tmp_path, ca
         for number, (name, nth) in enumerate(mine):
             caplog.clear()
             directory = tmp_path / str(number)
-            injection.target, injection.nth, injection.error = name, nth, ERRORS[number % len(ERRORS)]
-            injection.raised_in = None
+            injection.target, injection.nth, injection.raised_in = name, nth, None
+            injection.error = ERRORS[0 if name in ALLOCATING else number % len(ERRORS)]
+            forget()
             trace = train(directory)
             injection.target = ""
-            problems += [f"{name}, call {nth}: {problem}" for problem in wrong(trace, directory, caplog)]
+            problems += [f"{name}, call {nth}: {problem}" for problem in wrong(name, trace, directory, caplog)]
     assert not problems, "\n".join(problems)
 
 
-def wrong(trace: list[torch.Tensor], directory: Path, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
+def forget() -> None:
+    """Undo what an earlier failure left in the process, and empty caches, so that each run calls the same functions."""
+    for source in list(torchao_patch._sources):
+        torchao_patch.unregister(source)
+    for module in [m for n, m in sys.modules.items() if n.startswith("flightrec.sources")]:
+        for value in list(vars(module).values()):
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+    stamps._complained = False
+
+
+ALLOCATING = {
+    "ring.layout.Segment.resized", "ring.layout.Segments._take", "ring.layout.Segments._open",
+    "ring.layout.Segments.find", "ring.layout.Segments.resize", "ring.layout.align",
+    "ring.registry.Registry._rebind", "ring.registry.Registry._unbind", "ring.registry.Registry._bind",
+    "ring.registry.Registry.resize", "ring.statistics.StatisticsMatrix.resize",
+}  # fmt: skip
+"""Here a ``RuntimeError`` or ``MemoryError`` says that the device has no memory, which is answered by keeping less."""
+
+UNTOLD = {"sources.stamps._is_traced"}
+"""Asked before it is known who records; the log says it."""
+
+
+def wrong(name: str, trace: list[torch.Tensor], directory: Path, caplog: pytest.LogCaptureFixture) -> Iterator[str]:
     expected = without_recorder()
     if len(trace) != len(expected) or not all(map(torch.equal, trace, expected)):
         yield "training differs"
@@ -267,10 +297,10 @@ def wrong(trace: list[torch.Tensor], directory: Path, caplog: pytest.LogCaptureF
     last = found.get(TRIGGERS[-1])
     if last is not None and injection.raised_in is not None and injection.raised_in < TRIGGERS[-1]:
         reasons = [entry.reason for entry in last.blind]
-        if not any("injected" in reason for reason in reasons):
+        if name not in UNTOLD and not any("injected" in reason for reason in reasons):
             yield f"the later incident does not tell of it: {reasons}"
     ends_recording = any("the recorder failed" in line for line in errors)
-    if last is None and not ends_recording and injection.raised_in not in (None, *TRIGGERS):
+    if last is None and not ends_recording and injection.raised_in not in (None, *TRIGGERS, len(DATA)):
         yield f"no later incident: {sorted(found)}, {errors}"
 
 
