@@ -17,6 +17,9 @@ from flightrec.config.rules import RULE_CLASSES
 
 WIDTH, NUM_CLASSES = 32, 4
 
+TENSORS = ["activation", "weight", "gradient", "dgrad", "wgrad", "parameter"]
+"""What the rules look at; outputs and inputs would take as long again."""
+
 SETTINGS: dict[str, dict[str, Any]] = {"metric_threshold": {"above": 1e6}}
 """The one rule that has no default: there is no limit that suits every metric."""
 
@@ -55,6 +58,7 @@ class Moe(nn.Module):
     def __init__(self, num_chosen: int, *, runs_empty: bool, num_experts: int) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, num_experts)
+        nn.init.normal_(self.router.weight, std=1.0)  # specialists from the start: some batches hold nothing for one
         self.experts = nn.ModuleList(Expert() for _ in range(num_experts))
         self.num_chosen, self.runs_empty = num_chosen, runs_empty
         self.grouped: tuple[Tensor, Tensor] | None = None
@@ -82,22 +86,26 @@ class MoeNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = Moe(1, runs_empty=False, num_experts=6)
-        self.second = Moe(2, runs_empty=True, num_experts=4)
+        self.first = Moe(1, runs_empty=False, num_experts=4)
+        self.second = Moe(2, runs_empty=True, num_experts=5)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
 
     def forward(self, x: Tensor, target: Tensor) -> Tensor:
         loss = functional.cross_entropy(self.head(self.norm(self.second(self.first(x)))), target)
-        return loss + 0.01 * (self.first.balance + self.second.balance)
+        return loss + 0.002 * (self.first.balance + self.second.balance)
 
 
-def points(seed: int, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of points around centres that belong to a class each, with a tenth of the labels wrong."""
+def points(seed: int, rows: int, num_subjects: int = 16) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of points around centres that belong to a class each, with a tenth of the labels wrong.
+
+    Each batch has points around some of the sixteen centres only.
+    """
     generator = torch.Generator().manual_seed(1000 + seed)
     centres = torch.randn(16, WIDTH, generator=generator)
     while True:
-        centre = torch.randint(16, (rows,), generator=generator)
+        subjects = torch.randperm(16, generator=generator)[:num_subjects]
+        centre = subjects[torch.randint(num_subjects, (rows,), generator=generator)]
         x = centres[centre] + 0.7 * torch.randn(rows, WIDTH, generator=generator)
         wrong = torch.rand(rows, generator=generator) < 0.1
         noise = torch.randint(NUM_CLASSES, (rows,), generator=generator)
@@ -111,7 +119,7 @@ def mlp(seed: int) -> tuple[nn.Module, Iterator[tuple[Tensor, Tensor]]]:
 
 def moe(seed: int) -> tuple[nn.Module, Iterator[tuple[Tensor, Tensor]]]:
     torch.manual_seed(seed)
-    return MoeNet(), points(seed, 48)
+    return MoeNet(), points(seed, 24, num_subjects=3)
 
 
 def gpt(seed: int) -> tuple[nn.Module, Iterator[tuple[Tensor, Tensor]]]:
@@ -168,7 +176,7 @@ def train(
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
     config = {
         "ring": {"iterations": 2, "memory": "64 MiB"},
-        "select": [{"layers": "*", "tensors": "*", "keep": "statistics"}],
+        "select": [{"layers": "re:(?!.*norm|.*act).*", "tensors": TENSORS, "keep": "statistics"}],
         "triggers": every_rule() if triggers is None else triggers,
         "incident": {"writer": "thread", **(incident or {})},
     }

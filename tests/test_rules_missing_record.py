@@ -114,3 +114,14 @@ def test_sentence():
         "gradient of gone (microbatch 0, forward) has not been recorded for 17 iterations, though it used to be; up to "
         "16 are normal here"
     )
+
+
+def test_an_expert_is_missed_only_when_its_siblings_are():
+    run = Run([MissingRecordRule(min_samples=3, consecutive=4)])
+    names = [key(f"blocks.1.experts.{number}.w1", "gradient") for number in range(3)]
+    for _ in range(5):
+        assert run.fired({name: healthy() for name in (*names, STAYS)}) == set()
+    for _ in range(40):
+        assert run.fired({names[1]: healthy(), STAYS: healthy()}) == set()
+    fired = [run.fired({STAYS: healthy()}) for _ in range(6)]
+    assert fired == [set()] * 4 + [set(names), set()]

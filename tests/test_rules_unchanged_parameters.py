@@ -71,3 +71,14 @@ def test_sentence():
     assert run.evaluator.explain(0, WEIGHT, 32.0, 32.0, statistics_row(healthy())) == (
         "parameter of fc (microbatch 0, forward) has not changed in 32 samples in a row, though it used to"
     )
+
+
+def test_an_expert_that_is_left_alone_is_silent_and_all_of_them_are_not():
+    run = Run([UnchangedParametersRule(min_samples=3, consecutive=4)])
+    names = [key(f"experts.{number}.w1", "parameter") for number in range(2)]
+    for tick in range(5):
+        assert run.fired({name: healthy(sum=float(tick)) for name in names}) == set()
+    for tick in range(40):
+        assert run.fired({names[0]: healthy(sum=float(tick)), names[1]: healthy(sum=4.0)}) == set()
+    fired = [run.fired({names[0]: healthy(sum=39.0), names[1]: healthy(sum=4.0)}) for _ in range(5)]
+    assert fired == [set()] * 3 + [set(names), set()]

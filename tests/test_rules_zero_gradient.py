@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from rules_support import DEVICES, PlainSeries, Run, compare, healthy, key, statistics_row
@@ -7,6 +9,11 @@ from rules_support import DEVICES, PlainSeries, Run, compare, healthy, key, stat
 from flightrec.config.training_rules import ZeroGradientRule
 
 GRADIENT = key("fc", "gradient")
+
+
+def grouped(number: int):
+    """The key of an expert of a grouped product."""
+    return replace(key("moe", "gradient"), part=f"expert.{number}")
 
 
 def fires(run: Run, amaxes) -> list[bool]:
@@ -70,3 +77,20 @@ def test_sentence():
         "gradient of fc (microbatch 0, forward) is all zero (4096 elements), as in 16 samples in a row; before, it was "
         "not"
     )
+
+
+@pytest.mark.parametrize("number_of", [lambda n: key(f"experts.{n}.w1", "wgrad"), grouped], ids=["layers", "splits"])
+def test_an_expert_that_is_left_without_tokens_for_long_is_silent_and_all_of_them_are_not(number_of):
+    run = Run([ZeroGradientRule(min_samples=3, consecutive=4)])
+    names = [number_of(number) for number in range(3)]
+
+    def fired(amaxes):
+        return run.fired(
+            {name: healthy(amax=amax) for name, amax in zip(names, amaxes, strict=True) if amax is not None}
+        )
+
+    for _ in range(5):
+        assert fired([1.0, 1.0, 1.0]) == set()
+    for _ in range(40):
+        assert fired([1.0, 0.0, None]) == set()
+    assert [bool(fired([0.0, 0.0, None])) for _ in range(5)] == [False, False, False, True, False]
