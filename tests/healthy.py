@@ -175,6 +175,7 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 50))
     config = {
+        "budget": "none",
         "ring": {"iterations": 2, "memory": "64 MiB"},
         "select": [{"layers": "re:(?!.*norm|.*act).*", "tensors": TENSORS, "keep": "statistics"}],
         "triggers": every_rule() if triggers is None else triggers,
