@@ -5,6 +5,8 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import os
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,11 @@ if HAS_TORCH:
     import torch
 
     torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        with warnings.catch_warnings():  # torch says once that the mode is a prototype, in the first test that uses it
+            warnings.simplefilter("ignore")
+            torch.cuda.set_sync_debug_mode("error")
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,6 +56,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _synchronising_is_allowed_again() -> Iterator[None]:
+    """A test that failed under the ban on synchronisation does not take the others along."""
+    yield
+    if HAS_TORCH and torch.cuda.is_available():
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture

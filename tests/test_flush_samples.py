@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from history_support import assert_equal, one_record, over_microbatches, samples_of
-from models import batches, loss_of, make, train
+from models import RECORD_ALL, batches, loss_of, make, train
 
 import flightrec
 from flightrec.flush.samples import SampleHistory, derive, worst
@@ -121,6 +121,7 @@ def test_an_error_ends_the_history_and_nothing_else(caplog):
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 CONFIG = {
+    **RECORD_ALL,
     "select": [{"tensors": "*", "keep": "statistics", "phases": ["train", "recompute", "eval"]}],
     "ring": {"iterations": 12},
     "incident": {"after": 0, "cooldown": 0},
