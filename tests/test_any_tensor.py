@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from models import RECORD_ALL
 from sources_support import assert_same_bits
 from tensor_kinds import KINDS
 from torch import nn
@@ -69,6 +70,7 @@ class Net(nn.Module):
 def config():
     kinds = [*DEVICE_RULES, "exception", "manual"]
     return {
+        **RECORD_ALL,
         "select": [{"tensors": "*"}],
         "ring": {"iterations": ITERATIONS},
         "incident": {"after": 0, "writer": "thread"},

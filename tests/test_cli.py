@@ -51,7 +51,8 @@ def test_inspect_without_tensors_file_says_so(incident_folder: Path) -> None:
     next(incident_folder.glob("*.tensors.h5")).unlink()
     done = flightrec("inspect", incident_folder)
     assert done.returncode == 0, done.stderr
-    assert "tensors.h5: no such file" in done.stdout.split("Not recorded")[1]
+    told = done.stdout.split("Not recorded")[1]
+    assert "tensors.h5:nosuchfile" in "".join(told.split())  # wrapped somewhere, as long as the folder's name
 
 
 def test_inspect_of_nothing(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ HEAD = """
         dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ranks",))
         config = {
-            "select": [{"tensors": "*"}], "ring": {"iterations": 2}, "incident": {"after": 0, "writer": "thread"},
+            "budget": "none", "select": [{"tensors": "*"}],
+            "ring": {"iterations": 2}, "incident": {"after": 0, "writer": "thread"},
         }
         def recorded(make, watched, spoil=None, iterations=4):
             torch.manual_seed(0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from models import batches, make
+from models import RECORD_ALL, batches, make
 from rules_support import DEVICES
 from test_unchanged import CountReads
 from torch import nn
@@ -40,6 +40,7 @@ ALL_RULES = [
 
 def config(*triggers, select=(GRADIENTS, {"tensors": "*"})):
     return {
+        **RECORD_ALL,
         "select": list(select),
         "triggers": list(triggers) or ALL_RULES,
         "ring": {"iterations": 3},
@@ -100,7 +101,7 @@ def test_a_healthy_start_from_a_scale_of_2_to_the_40_is_silent(device, late_upda
         train_scaled(recorder, net, [optimizer], scaler, 50, device=device, late_update=late_update)
         recorder.state_dict()  # waits, so that the last verdicts are there
         keys = {layout.key for layout in recorder._capture.engine.ring.layouts}
-        history = {n: [v for _, v in s] for n, s in recorder._capture.engine.history.state_dict().items()}
+        history = {n: [v for _, v, _ in s] for n, s in recorder._capture.engine.history.state_dict().items()}
     assert not (tmp_path / "out").exists()
     skipped = history["metric.skipped_step"]
     assert set(skipped) == {0, 1}
@@ -235,7 +236,7 @@ def test_one_of_two_optimizers_skips(tmp_path):
         recorder.state_dict()
         history = recorder._capture.engine.history.state_dict()
     assert not (tmp_path / "out").exists()
-    assert [value for _, value in history["metric.skipped_step"]][:7] == [0, 0, 0, 1, 0, 0, 0]
+    assert [value for _, value, _ in history["metric.skipped_step"]][:7] == [0, 0, 0, 1, 0, 0, 0]
 
 
 def test_parameters_that_stand_still_without_a_skip_fire(tmp_path):
@@ -265,8 +266,8 @@ def test_what_the_user_gives_under_the_same_name_counts(tmp_path):
             recorder.step(metrics={"loss_scale": 7.0})
         recorder.state_dict()
         history = recorder._capture.engine.history.state_dict()
-    assert history["metric.loss_scale"][0] == (0, 7.0)
-    assert history["metric.skipped_step"][0] == (0, 0.0)
+    assert history["metric.loss_scale"][0] == (0, 7.0, 0)
+    assert history["metric.skipped_step"][0] == (0, 0.0, 0)
 
 
 def test_an_exception_after_a_skip_tells_of_nothing_else(tmp_path):
@@ -433,7 +434,7 @@ def test_a_loss_given_once_or_to_step_is_that_of_the_iteration(named, tmp_path):
                 recorder.step()
         recorder.state_dict()
         history = recorder._capture.engine.history.state_dict()
-    assert history["loss"][:3] == [(0, 10.0), (1, 20.0), (2, 30.0)]
+    assert history["loss"][:3] == [(0, 10.0, 0), (1, 20.0, 0), (2, 30.0, 0)]  # iteration, value, attempt
     assert len(history["loss"]) == 3
 
 

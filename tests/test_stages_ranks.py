@@ -39,6 +39,7 @@ BODY = """
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler(device.partition(":")[0], enabled=scaled, init_scale=64.0)
     config = {
+        "budget": "none",
         "select": [{"tensors": ["wgrad"], "stages": ["backward", "reduced", "unscaled", "clipped"]}],
         "triggers": [{"kind": "nonfinite"}, {"kind": "loss_scale_collapse"}],
         "ring": {"iterations": 2},
