@@ -46,7 +46,7 @@ class LossDriftRule(DeviceRule):
     min_samples: StrictInt = Field(default=64, ge=1, description="Medians in the history before the rule may fire.")
     factor: StrictFloat = Field(default=1.05, gt=1, description="Fires above this multiple of the smallest median ...")
     sigma: StrictFloat = Field(
-        default=8.0, ge=0, description="... and beyond it by more than this many standard errors of the median."
+        default=10.0, ge=0, description="... and beyond it by more than this many standard errors of the median."
     )
 
     @model_validator(mode="after")
