@@ -54,13 +54,9 @@ def test_manual_is_always_there_once():
 
 def test_default_rules_that_see_nothing_are_left_out_but_written_ones_are_refused():
     select = [{"tensors": ["parameter"]}]
-    assert [rule.kind for rule in Config(select=select).triggers] == ["nonfinite", "loss_jump", "exception", "manual"]
-    assert [rule.kind for rule in Config(select=[{"phases": "eval"}]).triggers] == [
-        "nonfinite",
-        "loss_jump",
-        "exception",
-        "manual",
-    ]
+    left = ["nonfinite", "loss_jump", "loss_drift", "loss_scale_collapse", "exception", "manual"]
+    assert [rule.kind for rule in Config(select=select).triggers] == left
+    assert [rule.kind for rule in Config(select=[{"phases": "eval"}]).triggers] == left
     with pytest.raises(ConfigError, match=r"triggers\[0\].tensors: the rule amax_spike looks at activation, gradient"):
         Config(select=select, triggers=[{"kind": "amax_spike"}])
 

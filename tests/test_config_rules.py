@@ -24,7 +24,7 @@ from flightrec.records import TENSORS, Phase, Severity
 
 
 def test_the_defaults_are_those_of_the_design():
-    nonfinite, loss, amax, underflow, exception, manual = default_rules()
+    nonfinite, loss, amax, underflow, *others, exception, manual = default_rules()
     assert (nonfinite.tensors, nonfinite.allow, nonfinite.min_samples) == (TENSORS, (), 0)
     assert (loss.sigma, loss.window, loss.min_samples, loss.factor, loss.direction) == (6.0, 128, 64, None, "up")
     assert (amax.factor, amax.window, amax.min_samples, amax.min_numel, amax.confirm) == (4.0, 128, 64, 1024, 2)
@@ -32,6 +32,9 @@ def test_the_defaults_are_those_of_the_design():
     assert (underflow.factor, underflow.minimum, underflow.new_row, underflow.min_samples) == (4.0, 0.25, 0.9, 16)
     severities = [rule.severity for rule in (nonfinite, loss, amax, underflow, exception, manual)]
     assert severities == [Severity.FAULT, *[Severity.WARNING] * 3, Severity.FAULT, Severity.FAULT]
+    on_request = {"metric_jump", "metric_threshold", "unchanged_parameters", "expert"}
+    assert {rule.kind for rule in default_rules()} == set(RULE_CLASSES) - on_request
+    assert all(rule == RULE_CLASSES[rule.kind]() for rule in others)
     for rule in (nonfinite, loss, amax, underflow):
         assert (rule.layers, rule.phases, rule.rearm) == (("*",), (Phase.TRAIN, Phase.RECOMPUTE), 8)
 

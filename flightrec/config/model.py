@@ -131,8 +131,8 @@ class Config(ConfigModel):
     )
     triggers: tuple[Rule, ...] = Field(
         default_factory=default_rules,
-        description="The rules. Default: nonfinite, loss_jump, amax_spike, underflow, exception; `manual` is always "
-        "there.",
+        description="The rules. Default: all kinds but metric_jump, metric_threshold, unchanged_parameters and expert; "
+        "`manual` is always there.",
     )
     incident: IncidentConfig = Field(default_factory=IncidentConfig, description="What is written when a rule fires.")
     history: HistoryConfig = Field(default_factory=HistoryConfig, description="Statistics of past iterations.")

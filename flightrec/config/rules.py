@@ -196,4 +196,19 @@ RULE_CLASSES: dict[str, type[RuleBase]] = {
 
 def default_rules() -> tuple[AnyRule, ...]:
     """The rules of a configuration that lists none."""
-    return (NonfiniteRule(), LossJumpRule(), AmaxSpikeRule(), UnderflowRule(), ExceptionRule(), ManualRule())
+    return (
+        NonfiniteRule(),
+        LossJumpRule(),
+        AmaxSpikeRule(),
+        UnderflowRule(),
+        QuantizationErrorRule(),
+        SaturationRule(),
+        InconsistentScaleRule(),
+        StaleScaleRule(),
+        LossDriftRule(),
+        ZeroGradientRule(),
+        MissingRecordRule(),
+        LossScaleCollapseRule(),
+        ExceptionRule(),
+        ManualRule(),
+    )
