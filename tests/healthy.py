@@ -82,7 +82,7 @@ class Moe(nn.Module):
 
 
 class MoeNet(nn.Module):
-    """Two routed layers, top-1 and top-2, with too few tokens for all experts."""
+    """Two routed layers, top-1 and top-2; what a batch is about decides which experts get no token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def mlp(seed: int) -> tuple[nn.Module, Iterator[tuple[Tensor, Tensor]]]:
 
 def moe(seed: int) -> tuple[nn.Module, Iterator[tuple[Tensor, Tensor]]]:
     torch.manual_seed(seed)
-    return MoeNet(), points(seed, 24, num_subjects=3)
+    return MoeNet(), points(seed, 96, num_subjects=2)
 
 
 def gpt(seed: int) -> tuple[nn.Module, Iterator[tuple[Tensor, Tensor]]]:

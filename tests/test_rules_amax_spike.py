@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -56,6 +57,24 @@ def test_one_tensor_in_train_and_recompute_confirms_nothing():
     assert run.marked(verdict.watch) == {key(), recompute}
     assert not verdict.hold.item()
     assert verdict.any.item()
+
+
+def test_tensors_of_one_expert_confirm_each_other_as_little_and_two_experts_do():
+    names = [
+        key("mlp.experts.3", "gradient"), key("mlp.experts.3.w1", "gradient"), key("mlp.experts.3.w2"),
+        key("mlp.experts.30.w1"), replace(key("moe"), part="expert.3"),
+        replace(key("moe", "gradient"), part="expert.3"),
+    ]  # fmt: skip
+
+    def after(spiked):
+        run = Run([AmaxSpikeRule(min_samples=1, min_numel=1)])
+        run.tick({name: healthy(amax=1.0) for name in names})
+        return run.fired({name: healthy(amax=9.0 if name in spiked else 1.0) for name in names})
+
+    for one in (names[:3], names[4:]):
+        assert after(one) == set()
+    for two in (names[2:4], [names[0], names[4]]):
+        assert after(two) == set(two)
 
 
 def test_two_tensors_or_two_iterations_confirm():

@@ -50,6 +50,14 @@ def expert_of(key: Key, layers: str = EXPERT_LAYERS) -> tuple[Key, int] | None:
     return Key(layer, key.tensor, key.part, key.microbatch, key.phase, key.call, key.stage), int(found[1])
 
 
+def whole_expert(key: Key) -> tuple[str, str] | None:
+    """Which expert a tensor is of, whatever its name within the expert: layer and part; None for no expert's."""
+    if _compiled(_PARTS).search(key.part) is not None:
+        return key.layer, key.part
+    found = _compiled(EXPERT_LAYERS).search(key.layer)
+    return None if found is None else (key.layer[: found.end(1)], "")
+
+
 def _check_pattern(pattern: str) -> str:
     try:
         compiled = re.compile(pattern)

@@ -20,8 +20,9 @@ class AmaxSpike(DeviceRule):
     A sample is the largest amax over the microbatches, of records with ``min_numel`` elements or more that are neither
     empty nor all zero; amax is over finite values. An excess is confirmed when ``confirm`` different tensors (layer,
     tensor, part) that this rule sees have one in the same tick, or this series has one in ``confirm`` samples in a
-    row; until then it is only watched, and kept out of the window. Once confirmed, the largest value of the run enters
-    as one sample. A series with fewer than ``min_samples`` samples is silent.
+    row; until then it is only watched, and kept out of the window. All tensors of one expert count as one there. Once
+    confirmed, the largest value of the run enters as one sample. A series with fewer than ``min_samples`` samples is
+    silent.
     """
 
     kind: ClassVar[str] = "amax_spike"

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from flightrec.config.expert_rule import whole_expert
 from flightrec.records import NO_MICROBATCH, Key, Phase
 from flightrec.rules.siblings import Siblings, build_siblings
 
@@ -39,7 +40,8 @@ class SeriesTables:
         whole: bool [S, K], the place's key has no microbatch.
         feeds: bool [S], the series' samples enter the history (phase ``train``); None when all do.
         twin: int64 [S], the series whose history judges this one; None when each has its own.
-        groups: int64 [G, M], series of each tensor (layer, tensor, part), 0-padded; None when each has one.
+        groups: int64 [G, M], series of each tensor (layer, tensor, part), or of each expert, 0-padded; None when each
+            has one.
         groups_real: bool [G, M], padding is false.
         place_of_row: int64 [R], place of each row, 0 where there is none.
         row_is_seen: bool [R].
@@ -63,7 +65,10 @@ class SeriesTables:
         return samples if self.feeds is None else samples & self.feeds
 
     def num_tensors(self, flagged: Tensor) -> Tensor:
-        """How many different tensors have a series in ``flagged`` (bool [S]): an int64 scalar on the device."""
+        """How many different tensors have a series in ``flagged`` (bool [S]): an int64 scalar on the device.
+
+        All tensors of one expert are one: what its few tokens do shows in each of them.
+        """
         if self.groups is None or self.groups_real is None:
             return flagged.sum()
         members = flagged.index_select(0, self.groups.view(-1)).view(self.groups.shape)
@@ -161,9 +166,10 @@ class SeriesIndex:
         return np.array(twins, np.int64)
 
     def _build_groups(self, series: list[Key]) -> tuple[Tensor | None, Tensor | None]:
-        members: dict[tuple[str, str, str], list[int]] = {}
+        members: dict[tuple[str, ...], list[int]] = {}
         for number, key in enumerate(series):
-            members.setdefault((key.layer, key.tensor, key.part), []).append(number)
+            name = whole_expert(key) or (key.layer, key.tensor, key.part)
+            members.setdefault(name, []).append(number)
         if len(members) == len(series):
             return None, None
         groups = np.zeros((len(members), max(map(len, members.values()))), np.int64)
