@@ -68,6 +68,26 @@ def test_router_collapse_fires_for_the_crowded_and_the_starved(name, nothing):
     assert fired == [set(), set(), {0, 1, 2, 3}, set(), set(), set()]
 
 
+def test_experts_that_take_turns_are_neither_starved_nor_crowded():
+    run = Run([ExpertRule(**QUICK)])
+    assert not any(feed(run, [30, 20, 40, 10], layer, 8))
+    for turn in range(20):
+        here = {layer(number): tokens(30) for number in ((0,) if turn % 2 else (1, 2, 3))}
+        waiting = [layer(number) for number in range(4) if layer(number) not in here]
+        for _ in range(5):  # longer than `consecutive`
+            assert run.fired(here, left_out=waiting) == set()
+    # The same without a turn to wait for is a collapse, and so is one among those that are all in turn.
+    assert any(run.fired({layer(0): tokens(30)}) for _ in range(4))
+
+
+def test_an_exploding_expert_is_named_in_its_turn():
+    run = Run([ExpertRule(**QUICK)])
+    feed(run, [40] * 4, layer, 6)
+    waiting = [layer(number) for number in range(3)]
+    fired = [run.fired({layer(3): tokens(40, 90.0)}, left_out=waiting) for _ in range(2)]
+    assert fired == [set(), {layer(3)}]
+
+
 def test_an_expert_that_is_often_empty_is_silent():
     run = Run([ExpertRule(**QUICK)])
     for _ in range(30):

@@ -27,15 +27,17 @@ class Expert(DeviceRule):
 
     *Token counts*: elements are tokens times a width that siblings share, so their share of all siblings' elements is
     the expert's share of the tokens; an expert without a record had none. A share is a sample in every iteration in
-    which any sibling had a token. Its usual share is the mean of the window before the run began. Faulty are an expert
-    whose share is 0 in ``consecutive`` samples in a row though its usual one was ``minimum_share`` / the number of
-    experts or more, and one above ``max_share`` for as long, if that is ``RISE`` times the usual one.
+    which any sibling had a token, and in which all of them took their turn under a budget. Its usual share is the mean
+    of the window before the run began. Faulty are an expert whose share is 0 in ``consecutive`` samples in a row though
+    its usual one was ``minimum_share`` / the number of experts or more, and one above ``max_share`` for as long, if
+    that is ``RISE`` times the usual one.
 
     The value is the amax, or, where the magnitude is fine, the share; the threshold goes with it (for a share of 0 it
     is the usual share).
     """
 
     kind: ClassVar[str] = "expert"
+    wants_left_out: ClassVar[bool] = True
 
     def __init__(self, config: ExpertRule, state: SeriesState) -> None:
         super().__init__(config, state)
@@ -73,7 +75,7 @@ class Expert(DeviceRule):
         by_tokens = collapsed & ~large
         first = torch.arange(numel.shape[1], device=numel.device) == 0  # speaks for an expert without a record
         return Judgement(
-            sampled=counted,
+            sampled=counted | (tokens > 0),
             faulty=large | collapsed,
             rows=torch.where(by_tokens[:, None], first, value > limit[:, None]),
             value=torch.where(by_tokens[:, None], share[:, None], value),
@@ -107,8 +109,12 @@ class Expert(DeviceRule):
             return tokens > 0, nothing > 0, nothing, nothing
         total = siblings.total(tokens)
         counted = total > 0
+        waiting = samples.took_no_turn()
+        if waiting is not None:  # shares are known only when all experts of a layer took their turn
+            counted &= siblings.largest(waiting.to(torch.float64)) <= 0
         share = tokens / total
-        none, most = counted & (tokens == 0) & siblings.grouped, (share > self._max_share) & siblings.grouped
+        none = counted & (tokens == 0) & siblings.grouped
+        most = counted & (share > self._max_share) & siblings.grouped
         usual = self._usual(none | most, counted)
         starved = self.state["starved"].add_(none).clamp_(max=self._consecutive).masked_fill_(counted ^ none, 0)
         crowded = self.state["crowded"].add_(most).clamp_(max=self._consecutive).masked_fill_(counted ^ most, 0)
