@@ -184,8 +184,7 @@ class Engine:
         try:
             if info is not None and (host_firings or self.ring.index(info.tick).layout_ids):
                 self._close_tick(info, host_firings)
-            for view in self._queue.poll(wait=True):
-                self._contain("taking a verdict", self._take, view)
+            self._take_what_comes()
         except Exception as error:  # a dead CUDA context
             logger.error("flightrec: the last verdicts cannot be read (%s)", error)
         self._contain("ending incidents", self.flusher.finish)
@@ -336,7 +335,8 @@ class Engine:
     # -- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Windows, limits and history for a checkpoint. Synchronises."""
+        """Windows, limits and history for a checkpoint, those of the latest iteration included. Synchronises."""
+        self._take_what_comes()
         return {
             "rules": self.evaluator.state_dict(),
             "limits": self.limits.state_dict(),
@@ -344,8 +344,14 @@ class Engine:
             "samples": self._samples.state_dict() if self._samples is not None else None,
         }
 
+    def _take_what_comes(self) -> None:
+        """Wait for the verdicts that are on their way."""
+        for view in self._queue.poll(wait=True):
+            self._contain("taking a verdict", self._take, view)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave, each part that can be used. Synchronises."""
+        self._take_what_comes()  # of iterations before
         loads: dict[str, Callable[[Any], None]] = {
             "rules": self.evaluator.load_state_dict,
             "limits": self.limits.load_state_dict,
