@@ -2,7 +2,7 @@
 
     python tests/benchmarks/steady_state.py [--device cuda] [--layers 4] [--hidden 1024] [--tokens 4096]
 
-Prints a Markdown table with versions. The recorder on records everything that is selected by the shipped default.
+Prints a Markdown table with versions; records and bytes are those of the last iteration.
 """
 
 from __future__ import annotations
@@ -22,6 +22,15 @@ from torch import nn
 
 import flightrec
 
+CONFIGS = [
+    ("shipped default, budget 1%", {}),
+    ("block boundaries as statistics, budget 1%", {"select": [
+        {"tensors": ["output", "gradient"], "keep": "statistics"}, {"tensors": ["activation", "weight", "wgrad"]},
+    ]}),
+    ("everything selected by default, budget none", {"budget": "none"}),
+]  # fmt: skip
+"""Name in the table, and configuration."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,6 +39,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--warm-up", type=int, default=60, help="steps after which turns have settled")
     options = parser.parse_args()
     device = torch.device(options.device)
     torch.manual_seed(0)
@@ -52,34 +62,38 @@ def main() -> None:
         synchronize(device)
         return 1e3 * (time.perf_counter() - start)
 
-    times: dict[str, list[float]] = {"off": [], "on": []}
-    config = {"ring": {"memory": "40 GiB" if device.type == "cuda" else "2 GiB"}}
+    memory = {"ring": {"memory": "40 GiB" if device.type == "cuda" else "2 GiB"}}
+    times: dict[str, list[float]] = {"recorder off": [], **{name: [] for name, _ in CONFIGS}}
     for _ in range(5):
         step(None)
-    num_records, num_bytes = 0, 0
+    sizes, summaries = {}, {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(max(1, options.pairs // 10)):  # attach and detach, so that off is off
-            times["off"] += [step(None) for _ in range(10)]
-            with flightrec.Recorder(config, directory=folder) as recorder:
-                recorder.attach(net)
-                for _ in range(4):
-                    step(recorder)
-                times["on"] += [step(recorder) for _ in range(10)]
-                ring = recorder._capture.engine.ring
-                num_bytes = ring.bytes_per_iteration
-                num_records = len(ring.index(recorder._tick - 1).layout_ids)
-    off, on = (statistics.median(times[name]) for name in ("off", "on"))
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+            times["recorder off"] += [step(None) for _ in range(10)]
+            for name, config in CONFIGS:
+                with flightrec.Recorder({**memory, **config}, directory=folder) as recorder:
+                    recorder.attach(net)
+                    for _ in range(options.warm_up):
+                        step(recorder)
+                    times[name] += [step(recorder) for _ in range(10)]
+                    ring = recorder._capture.engine.ring
+                    layouts = [ring.layouts[i] for i in ring.index(recorder._tick - 1).layout_ids]
+                    sizes[name] = f"{len(layouts)} | {sum(layout.num_bytes for layout in layouts) / 2**20:.0f}"
+                    summaries[name] = recorder.summary()
+    device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     print(
-        f"{name}; Python {platform.python_version()}, torch {torch.__version__}, flightrec {flightrec.__version__}; "
-        f"{options.layers} TransformerEncoderLayer, bf16, hidden {options.hidden}, {options.tokens} tokens; "
-        f"{num_records} records, {num_bytes / 2**20:.0f} MiB an iteration\n"
+        f"{device_name}; Python {platform.python_version()}, torch {torch.__version__}, "
+        f"flightrec {flightrec.__version__}; {options.layers} TransformerEncoderLayer, bf16, hidden {options.hidden}, "
+        f"{options.tokens} tokens\n"
     )
-    print("| | n | median ms a step |")
-    print("|---|---|---|")
-    print(f"| recorder off | {len(times['off'])} | {off:.2f} |")
-    print(f"| recorder on, everything selected by default | {len(times['on'])} | {on:.2f} |")
-    print(f"\nAdded: {on - off:.2f} ms, {100 * (on / off - 1):.0f}%.")
+    print("| | records | MiB | n | median ms a step | added |")
+    print("|---|---|---|---|---|---|")
+    off = statistics.median(times["recorder off"])
+    for name, samples in times.items():
+        on = statistics.median(samples)
+        print(f"| {name} | {sizes.get(name, ' | ')} | {len(samples)} | {on:.2f} | {100 * (on / off - 1):.1f}% |")
+    for name, text in summaries.items():
+        print(f"\n{name}:\n\n    " + "\n    ".join(text.splitlines()[-4:]))
 
 
 def synchronize(device: torch.device) -> None:
