@@ -257,11 +257,6 @@ def test_who_triggers_by_hand_gets_an_incident_whatever_the_cooldown(tmp_path):
     assert [incident.trigger.iteration for incident in incidents(tmp_path)] == [4, 12, 20]
 
 
-def test_a_scaler_is_named_as_not_used(tmp_path, caplog):
-    with flightrec.Recorder(config(), directory=tmp_path) as recorder:
-        recorder.attach(make(), scaler=torch.amp.GradScaler("cpu"))
-    assert "scaler" in caplog.text
-
 
 # -- blame ------------------------------------------------------------------------------------------------------------
 
