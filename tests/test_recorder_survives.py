@@ -257,7 +257,6 @@ def test_who_triggers_by_hand_gets_an_incident_whatever_the_cooldown(tmp_path):
     assert [incident.trigger.iteration for incident in incidents(tmp_path)] == [4, 12, 20]
 
 
-
 # -- blame ------------------------------------------------------------------------------------------------------------
 
 
