@@ -19,6 +19,7 @@ from sources_support import (
 from torch import nn
 
 from flightrec.records import Phase
+from flightrec.sources import stamps
 
 
 def test_f21_evaluation_leaves_no_trace_and_gradients_of_eval_mode_modules_are_training():
@@ -211,3 +212,18 @@ def test_call_counts_runs_within_a_microbatch_and_starts_again_with_the_next():
     assert found == [(0, 0), (0, 1), (1, 0), (1, 1)]
     found = [(k.microbatch, k.call) for k in sink.recorded() if k.tensor == "gradient"]
     assert found == [(0, 1), (0, 0), (1, 1), (1, 0)]
+
+
+def test_a_cuda_build_of_torch_without_a_gpu_records(monkeypatch):
+    """There the question whether a stream captures raises; nobody asks it before CUDA is in use."""
+
+    def no_device() -> bool:
+        raise RuntimeError("No CUDA GPUs are available")
+
+    monkeypatch.setattr(stamps, "_HAS_CUDA", True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", no_device)
+    assert not stamps.must_not_record()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert stamps.must_not_record()

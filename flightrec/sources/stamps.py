@@ -167,5 +167,5 @@ def _is_traced() -> bool:
         or mode(keys.FUNCTIONAL) is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-        or (_HAS_CUDA and torch.cuda.is_current_stream_capturing())
+        or (_HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
     )
