@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,14 @@ def test_a_real_gpu_tells_its_driver() -> None:
 
     uuid = str(torch.cuda.get_device_properties(0).uuid)
     assert "." in gpu_facts(uuid)["driver_version"]
+
+
+def test_where_no_thread_can_be_started_the_facts_are_left_out(monkeypatch) -> None:
+    def ending(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", ending)
+    surroundings = Surroundings()
+    environment = {"working_directory": "/", "gpu": {"uuid": "1"}}
+    surroundings.ask(environment)
+    assert surroundings.facts(environment) == environment

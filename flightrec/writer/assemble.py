@@ -104,7 +104,8 @@ class Assembler:
         directory = Path(header["directory"])
         self._run = RunFacts(directory, header["identity"], header["disk_quota_bytes"])
         if any(True for _ in folders.abandoned(directory)):
-            threading.Thread(target=self._salvage, args=[directory], name="flightrec-salvage", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending: the next run looks at them
+                threading.Thread(target=self._salvage, args=[directory], name="flightrec-salvage", daemon=True).start()
 
     def _salvage(self, directory: Path) -> None:
         # In a process of its own: a damaged file may crash the HDF5 library.

@@ -307,7 +307,8 @@ class WriterClient:
         if self._memory.state != shared.STATE_STOPPED:
             if self._process is not None and self._running():
                 # It goes on without us; a thread waits for it so that no zombie stays.
-                threading.Thread(target=self._process.wait, name="flightrec-reaper", daemon=True).start()
+                with contextlib.suppress(RuntimeError):  # none can be started while the interpreter ends
+                    threading.Thread(target=self._process.wait, name="flightrec-reaper", daemon=True).start()
             return False
         if self._thread is not None:
             self._thread.join(timeout_s)

@@ -65,8 +65,11 @@ class Surroundings:
             self._facts.update(find())
 
         thread = threading.Thread(target=work, name="flightrec-surroundings", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending: these facts are not worth an incident
+            return
         self._threads.append(thread)
-        thread.start()
 
 
 def git_facts(folder: str) -> dict[str, Any]:
