@@ -83,7 +83,8 @@ class Recorder:
         self._capture.on_first_microbatch = self._facts.first_forward
         self._attachment: Attachment | None = None
         self._host_rules = HostRules(self._config.triggers)
-        self._loaded: Mapping[str, Any] | None = None
+        self._loaded: Mapping[str, Any] | None = None  # until there is an engine that takes it
+        self._has_loaded = False
         self._closed = False
         self._history = history_memory(self._config.history)
         self._client = self._start_writer()
@@ -129,7 +130,11 @@ class Recorder:
         if engine is not None and engine.device != device:
             raise AttachError(f"attach: the model is on {device}, but tensors were recorded on {engine.device} before")
         self._make_engine(device, model)
-        attachment.attach()
+        try:
+            attachment.attach()
+        except Exception:
+            attachment.detach()  # of whatever was hooked before one refused
+            raise
         self._attachment = attachment
         self._facts.watch(device, attachment.optimizers, scheduler)
         logger.info(
@@ -286,15 +291,21 @@ class Recorder:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken, as a new attempt. Call it before or after ``attach``. Synchronises."""
+        """Go on where ``state_dict`` was taken, as a new attempt. Call it before or after ``attach``. Synchronises.
+
+        May be called again, as by a loop that goes back to its checkpoint at a fault: no attempt's number comes twice.
+        """
         with self._capture.guard("load_state_dict"):
             attempt, iteration, loaded = int(state["attempt"]), int(state["iteration"]), state.get("engine")
-            self._attempt = attempt + 1  # from here on all of it is usable
+            own = self._attempt + (1 if self._tick > 0 or self._has_loaded else 0)
+            self._attempt = max(own, attempt + 1)  # from here on all of it is usable
+            self._has_loaded = True
             self._capture.iteration = iteration
             self._highest_iteration = iteration - 1
-            self._loaded = loaded
-            if self._capture.engine is not None and self._loaded is not None:
-                self._capture.engine.load_state_dict(self._loaded)
+            if self._capture.engine is None:
+                self._loaded = loaded
+            elif loaded is not None:
+                self._capture.engine.load_state_dict(loaded)
 
     def close(self) -> None:
         """Write what is pending, stop the writer, remove every hook. Idempotent; waits for the writer.
@@ -433,6 +444,7 @@ class Recorder:
         self._facts.watch(device, (), None)
         if self._loaded is not None:
             engine.load_state_dict(self._loaded)
+            self._loaded = None
         self._capture.set_engine(engine)
 
     def _rule_failed(self, name: str, error: Exception) -> None:

@@ -7,6 +7,7 @@ Holds the optimizer and the scheduler until ``stop``.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
 import time
@@ -61,9 +62,9 @@ class RunFacts:
             scheduler: anything.
         """
         self._optimizers, self._scheduler = optimizers, scheduler
-        with self._guard("the optimizer's settings"):
-            registers = [getattr(optimizer, "register_step_pre_hook", None) for optimizer in optimizers]
-            self._hooks = [register(self._before_optimizer_step) for register in registers if register is not None]
+        for optimizer in optimizers:
+            with contextlib.suppress(Exception):  # one that cannot be hooked is read in `end`
+                self._hooks.append(optimizer.register_step_pre_hook(self._before_optimizer_step))  # type: ignore[attr-defined]
         self._device = device
         self.begin()
 
@@ -254,7 +255,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         if value.device.type != "cpu":
             return f"not read: a tensor on {value.device}"
-        return value.detach().numpy().reshape(-1)[0].item()
+        return value.detach().reshape(()).item()  # on the CPU: nothing to wait for
     if isinstance(value, (tuple, list)) and len(value) <= MAX_ITEMS:
         items = [_plain(item) for item in value]
         return None if any(item is None for item in items) else items

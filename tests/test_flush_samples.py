@@ -203,7 +203,7 @@ def test_a_rewind_in_one_process_shows_both_attempts(tmp_path):
     (folder,) = tmp_path.iterdir()
     history = flightrec.open(folder).history
     series = history.series(layer="x")
-    assert series.attempts.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert series.attempts.tolist() == [0, 0, 0, 0, 0, 1, 2]
     assert series.iterations.tolist() == [0, 1, 2, 3, 4, 1, 3]
     assert series["amax"].tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 20.0, 40.0]
     assert history.attempts_of("loss").tolist() == series.attempts.tolist()

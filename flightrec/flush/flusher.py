@@ -336,6 +336,7 @@ class Flusher:
         incident.facts_ended = True
         blind = [(-1, -1, layer, tensor, reason) for (layer, tensor), reason in self._notes.items()]
         self._post(messages.facts_end(incident.number, blind=[*incident.blind, *blind], trigger=incident.primary))
+        incident.blind = []  # told; what comes later goes with the end
 
     def _receive(self) -> bool:
         received = self._outbox.poll()

@@ -197,7 +197,8 @@ class _Runner:
         return {"kind": self.config.kind, "series": names, "fields": fields}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the series over; one that is not known yet is remembered until it is."""
+        """Take the series over; one that is not known yet is remembered until it is, one not in it starts afresh."""
+        self.state.reset()
         self._remembered = self.state.adapt(state["fields"], len(state["series"]))
         self._remembered_rows = {name: row for row, name in enumerate(state["series"])}
         self._recall(0)

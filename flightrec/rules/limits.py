@@ -76,6 +76,11 @@ class Limits:
         return {"counts": [[name, severity.value, count] for (name, severity), count in self._counts.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave; cooldowns start afresh."""
-        self._counts = {(name, Severity(severity)): count for name, severity, count in state["counts"]}
-        self._last_tick = {}
+        """Take over what ``state_dict`` gave.
+
+        Incidents that this process wrote since stay counted, and cooldowns run on: a loop that goes back to its
+        checkpoint at each fault writes no more than any other.
+        """
+        for name, severity, count in state["counts"]:
+            place = (name, Severity(severity))
+            self._counts[place] = max(count, self._counts.get(place, 0))

@@ -105,6 +105,11 @@ class SeriesState:
         for name, view in self._views.items():
             view.index_copy_(0, where, fields[name].to(self.device))
 
+    def reset(self) -> None:
+        """Let every series start afresh. No synchronisation."""
+        for name, view in self._views.items():
+            view.fill_(self._fields[name].initial)
+
     @staticmethod
     def _initial(field: _Field, num_series: int) -> Tensor:
         return torch.full((num_series, *field.shape), field.initial, dtype=field.dtype, device="cpu")
