@@ -7,12 +7,10 @@ device except ``state_dict``, an exception's flush and ``close``.
 
 from __future__ import annotations
 
-import atexit
 import logging
 import operator
 import os
 import time
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 
 from flightrec.attachment import Attachment
-from flightrec.boundary import contained, shown
+from flightrec.boundary import shown
 from flightrec.capture import Capture, Microbatch
 from flightrec.config.load import load, packaged
 from flightrec.config.model import Config
@@ -31,6 +29,7 @@ from flightrec.flush.history import TickInfo
 from flightrec.hosthooks import describe, listen, stack_of, stop_listening
 from flightrec.hostrules import HostRules
 from flightrec.identity import environment, identify
+from flightrec.lifetimes import follow
 from flightrec.records import NO_MICROBATCH, Firing, Stage
 from flightrec.runfacts import RunFacts
 from flightrec.sources.sink import quiet
@@ -85,12 +84,12 @@ class Recorder:
         self._host_rules = HostRules(self._config.triggers)
         self._loaded: Mapping[str, Any] | None = None  # until there is an engine that takes it
         self._has_loaded = False
+        self._environment: Mapping[str, Any] = {}
         self._closed = False
         self._history = history_memory(self._config.history)
         self._client = self._start_writer()
         listen(self)
-        _recorders.add(self)
-        atexit.register(_close_at_exit, weakref.ref(self))
+        follow(self)
 
     # -- attaching ---------------------------------------------------------------------------------------------------
 
@@ -394,13 +393,12 @@ class Recorder:
         if self._capture.off or engine is None or not isinstance(error, Exception):
             return  # KeyboardInterrupt, SystemExit: a normal end
         with self._capture.guard("the flush after an exception"):
-            firing = self._host_rules.firing(
-                "exception", f"training raised {describe(error)}", self._attempt, self.iteration
-            )
+            message = f"training raised {describe(error)}"
+            firing = self._host_rules.firing("exception", message, self._attempt, self.iteration)
             if firing is None:
                 return
             self._keep_scalars_of_attachment()
-            facts = {**environment(engine.device), "exception": type(error).__qualname__, "stack": stack_of(error)}
+            facts = {**self._environment, "exception": type(error).__qualname__, "stack": stack_of(error)}
             engine.flusher.send_config(self._config.text, facts)
             if not engine.fault(self._info(partial=True), [*self._host_firings(), firing], DRAIN_TIMEOUT_S):
                 logger.error("flightrec: not all evidence could be written for %s", type(error).__name__)
@@ -440,7 +438,8 @@ class Recorder:
             on_trouble=self._capture.disarm,
         )
         self._capture.rotation.measure(device)
-        engine.flusher.send_config(self._config.text, environment(device, model))
+        self._environment = environment(device, model)
+        engine.flusher.send_config(self._config.text, self._environment)
         self._facts.watch(device, (), None)
         if self._loaded is not None:
             engine.load_state_dict(self._loaded)
@@ -474,26 +473,7 @@ class Recorder:
         self._attachment = None
         self._facts.stop()
 
-    def _forget_in_child(self) -> None:
+    def forget_in_child(self) -> None:
         """After ``os.fork``: the child (a data loader's worker) records nothing and closes nothing. Never raises."""
         self._capture.off = True
         self._closed = True
-
-
-_recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    with contained("forgetting recorders in a forked process"):
-        for recorder in list(_recorders):
-            recorder._forget_in_child()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _close_at_exit(reference: weakref.ref[Recorder]) -> None:
-    recorder = reference()
-    if recorder is not None:
-        with contained("closing a recorder at exit"):
-            recorder.close()

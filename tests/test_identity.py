@@ -50,6 +50,32 @@ def test_backend_and_mesh_of_a_distributed_model(tmp_path):
     assert topology["meshes"] == [{"names": ["dp", "tp"], "shape": [1, 1]}]
 
 
+def test_an_exceptions_incident_has_the_mesh_too(tmp_path):
+    body = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
+import flightrec
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+net = distribute_module(torch.nn.Linear(2, 2), init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
+try:
+    with flightrec.Recorder(directory=sys.argv[2]) as recorder:
+        recorder.attach(net)
+        recorder.step(loss=1.0)
+        recorder.loss(2.0)
+        raise ValueError("boom")
+except ValueError:
+    dist.destroy_process_group()
+"""
+    out = tmp_path / "out"
+    subprocess.run([sys.executable, "-c", body, str(tmp_path / "store"), str(out)], check=True)
+    (folder,) = out.iterdir()
+    environment = flightrec.open(folder).environment
+    assert environment["topology"]["meshes"] == [{"names": ["dp"], "shape": [1]}]
+    assert environment["exception"] == "ValueError"
+
+
 def test_an_incident_names_the_commit_of_the_script(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
