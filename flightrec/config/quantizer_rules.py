@@ -30,7 +30,27 @@ def _in_order(minimum: float | None, new_row: float, is_set: bool) -> None:
     refuse(f"expected at least {default}, got {new_row:g}: {why}; set minimum too", "new_row")
 
 
-class UnderflowRule(WindowRule):
+_PAIRS = "Tensors that the rule looks at, where both the high-precision tensor and its codes are recorded."
+
+
+class RelativeRule(WindowRule):
+    """A window rule that compares what quantization did to a tensor with what it did to it before."""
+
+    tensors: TensorNames = Field(default=MAY_BE_QUANTIZED, description=_PAIRS)
+    min_samples: StrictInt = Field(
+        default=16, ge=1, description="Samples in the window before a value is compared with it instead of `new_row`."
+    )
+    factor: StrictFloat = Field(default=4.0, gt=1, description="Fires above this multiple of the window's maximum ...")
+    minimum: StrictFloat | None
+    new_row: StrictFloat
+
+    @model_validator(mode="after")
+    def _levels_in_order(self) -> RelativeRule:
+        _in_order(self.minimum, self.new_row, "minimum" in self.model_fields_set)
+        return self
+
+
+class UnderflowRule(RelativeRule):
     """Quantization turned too large a share of a tensor's non-zero values into zero."""
 
     kind: Literal["underflow"] = kind_field(
@@ -38,14 +58,6 @@ class UnderflowRule(WindowRule):
     )
     name: str = name_field("underflow")
     severity: Severity = severity_field(Severity.WARNING)
-    tensors: TensorNames = Field(
-        default=MAY_BE_QUANTIZED,
-        description="Tensors that the rule looks at, where both the high-precision tensor and its codes are recorded.",
-    )
-    min_samples: StrictInt = Field(
-        default=16, ge=1, description="Samples in the window before a value is compared with it instead of `new_row`."
-    )
-    factor: StrictFloat = Field(default=4.0, gt=1, description="Fires above this multiple of the window's maximum ...")
     minimum: StrictFloat = Field(
         default=0.25, ge=0, le=1, description="... and above this share of the non-zero values."
     )
@@ -53,16 +65,8 @@ class UnderflowRule(WindowRule):
         default=0.9, gt=0, le=1, description="Fires at this share whatever the history says, and without one."
     )
 
-    @model_validator(mode="after")
-    def _shares_in_order(self) -> UnderflowRule:
-        _in_order(self.minimum, self.new_row, "minimum" in self.model_fields_set)
-        return self
 
-
-_PAIRS = "Tensors that the rule looks at, where both the high-precision tensor and its codes are recorded."
-
-
-class QuantizationErrorRule(WindowRule):
+class QuantizationErrorRule(RelativeRule):
     """What the codes decode to is far from the tensor that they were made of."""
 
     kind: Literal["quantization_error"] = kind_field(
@@ -70,11 +74,6 @@ class QuantizationErrorRule(WindowRule):
     )
     name: str = name_field("quantization_error")
     severity: Severity = severity_field(Severity.WARNING)
-    tensors: TensorNames = Field(default=MAY_BE_QUANTIZED, description=_PAIRS)
-    min_samples: StrictInt = Field(
-        default=16, ge=1, description="Samples in the window before a value is compared with it instead of `new_row`."
-    )
-    factor: StrictFloat = Field(default=4.0, gt=1, description="Fires above this multiple of the window's maximum ...")
     minimum: StrictFloat | None = Field(
         default=None,
         ge=0,
@@ -84,13 +83,8 @@ class QuantizationErrorRule(WindowRule):
         default=0.5, gt=0, description="Fires at this relative error whatever the history says, and without one."
     )
 
-    @model_validator(mode="after")
-    def _errors_in_order(self) -> QuantizationErrorRule:
-        _in_order(self.minimum, self.new_row, "minimum" in self.model_fields_set)
-        return self
 
-
-class SaturationRule(WindowRule):
+class SaturationRule(RelativeRule):
     """Too large a share of a tensor's values is beyond what its codes can hold."""
 
     kind: Literal["saturation"] = kind_field(
@@ -98,11 +92,6 @@ class SaturationRule(WindowRule):
     )
     name: str = name_field("saturation")
     severity: Severity = severity_field(Severity.WARNING)
-    tensors: TensorNames = Field(default=MAY_BE_QUANTIZED, description=_PAIRS)
-    min_samples: StrictInt = Field(
-        default=16, ge=1, description="Samples in the window before a value is compared with it instead of `new_row`."
-    )
-    factor: StrictFloat = Field(default=4.0, gt=1, description="Fires above this multiple of the window's maximum ...")
     minimum: StrictFloat | None = Field(
         default=None,
         ge=0,
@@ -112,11 +101,6 @@ class SaturationRule(WindowRule):
     new_row: StrictFloat = Field(
         default=0.5, gt=0, le=1, description="Fires at this share whatever the history says, and without one."
     )
-
-    @model_validator(mode="after")
-    def _shares_in_order(self) -> SaturationRule:
-        _in_order(self.minimum, self.new_row, "minimum" in self.model_fields_set)
-        return self
 
 
 class InconsistentScaleRule(DeviceRule):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from flightrec.config.fields import ConfigModel, Phases, StrictInt, TensorNames, refuse
+from flightrec.config.fields import ConfigModel, Phases, StrictFloat, StrictInt, TensorNames, refuse
 from flightrec.config.patterns import LayerPatterns, layer_predicate
 from flightrec.records import Phase, Severity
 
@@ -81,6 +81,23 @@ class WindowRule(DeviceRule):
             default = f"min_samples = {self.min_samples} (its default)"
             refuse(f"expected at least {default}, got {self.window}: {why}; set min_samples too", "window")
         return self
+
+
+class JumpRule(WindowRule):
+    """A window rule about one number an iteration, which leaves its recent range."""
+
+    min_samples: StrictInt = Field(default=64, ge=1, description="Samples in the window before the rule may fire.")
+    sigma: StrictFloat = Field(
+        default=6.0,
+        gt=0,
+        description="Fires beyond this many standard deviations from the window's mean; a deviation counts as at least "
+        "0.1% of the mean.",
+    )
+    factor: StrictFloat | None = Field(
+        default=None, gt=1, description="Fires also when the value is beyond this multiple of the window's mean."
+    )
+    direction: Literal["up", "down", "both"] = Field(default="up", description="Which jumps count.")
+    consecutive: StrictInt = Field(default=1, ge=1, le=MAX_WINDOW, description="Jumped samples in a row that it takes.")
 
 
 _NAME_FIELD_HELP = "Name of the rule in messages and incident names; unique. Default: the kind."

@@ -20,8 +20,8 @@ from flightrec.config.quantizer_rules import (
     UnderflowRule,
 )
 from flightrec.config.rulebase import (
-    MAX_WINDOW,
     DeviceRule,
+    JumpRule,
     RuleBase,
     WindowRule,
     kind_field,
@@ -68,25 +68,13 @@ class NonfiniteRule(DeviceRule):
     )
 
 
-class LossJumpRule(WindowRule):
+class LossJumpRule(JumpRule):
     """The loss leaves its recent range."""
 
     kind: Literal["loss_jump"] = kind_field("loss_jump", "Fires when the loss jumps against its own history.")
     name: str = name_field("loss_jump")
     severity: Severity = severity_field(Severity.WARNING)
     tensors: TensorNames = Field(default=("loss",), description="Always the loss.")
-    min_samples: StrictInt = Field(default=64, ge=1, description="Samples in the window before the rule may fire.")
-    sigma: StrictFloat = Field(
-        default=6.0,
-        gt=0,
-        description="Fires beyond this many standard deviations from the window's mean; a deviation counts as at least "
-        "0.1% of the mean.",
-    )
-    factor: StrictFloat | None = Field(
-        default=None, gt=1, description="Fires also when the loss is beyond this multiple of the window's mean."
-    )
-    direction: Literal["up", "down", "both"] = Field(default="up", description="Which jumps count.")
-    consecutive: StrictInt = Field(default=1, ge=1, le=MAX_WINDOW, description="Jumped samples in a row that it takes.")
 
     @model_validator(mode="after")
     def _only_the_loss(self) -> LossJumpRule:

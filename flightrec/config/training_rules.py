@@ -11,7 +11,7 @@ from flightrec.config.patterns import LayerPatterns
 from flightrec.config.rulebase import (
     MAX_WINDOW,
     DeviceRule,
-    WindowRule,
+    JumpRule,
     kind_field,
     name_field,
     severity_field,
@@ -59,7 +59,7 @@ class LossDriftRule(DeviceRule):
         return self
 
 
-class MetricJumpRule(WindowRule):
+class MetricJumpRule(JumpRule):
     """A metric leaves its recent range."""
 
     kind: Literal["metric_jump"] = kind_field("metric_jump", "Fires when a metric jumps against its own history.")
@@ -67,18 +67,6 @@ class MetricJumpRule(WindowRule):
     severity: Severity = severity_field(Severity.WARNING)
     tensors: TensorNames = Field(default=("metric",), description="Always metrics.")
     metrics: LayerPatterns = _metrics_field(("*",), _METRICS)
-    min_samples: StrictInt = Field(default=64, ge=1, description="Samples in the window before the rule may fire.")
-    sigma: StrictFloat = Field(
-        default=6.0,
-        gt=0,
-        description="Fires beyond this many standard deviations from the window's mean; a deviation counts as at least "
-        "0.1% of the mean.",
-    )
-    factor: StrictFloat | None = Field(
-        default=None, gt=1, description="Fires also when the value is beyond this multiple of the window's mean."
-    )
-    direction: Literal["up", "down", "both"] = Field(default="up", description="Which jumps count.")
-    consecutive: StrictInt = Field(default=1, ge=1, le=MAX_WINDOW, description="Jumped samples in a row that it takes.")
 
     @model_validator(mode="after")
     def _only_metrics(self) -> MetricJumpRule:
