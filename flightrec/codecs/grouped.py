@@ -26,7 +26,8 @@ def decode_members(side: Side, decoders: dict[str, Decoder]) -> list[npt.NDArray
 
     Needs ``data`` (one buffer), ``scale_inv`` and ``amax`` as the members' format has them, and, where members differ,
     ``first_dims`` and ``last_dims`` (integers, one a member); ``tensor_offsets`` (in elements) if there are gaps.
-    Metadata: ``member`` (its ``scheme``), ``num_tensors``, ``group_shape`` (rows and columns of all together).
+    Metadata: ``member`` (its ``scheme``), ``num_tensors``, ``group_shape`` (rows and columns of all together, -1
+    for the one that the splits or the buffer tell).
 
     Args:
         side: of the grouped tensor.
@@ -60,12 +61,17 @@ def member_shapes(side: Side) -> list[tuple[int, int]]:
     if not isinstance(num, int) or not isinstance(group, (list, tuple)) or len(group) != 2:
         raise FormatError("grouped tensor: metadata num_tensors or group_shape (rows, columns) is missing")
     rows, columns = side.components.get("first_dims"), side.components.get("last_dims")
-    same_rows = group[0] // num if columns is None and num else group[0]
+    same_rows = _rows_in_buffer(side, group[1]) // max(num, 1) if columns is None else group[0]
     firsts = [int(same_rows)] * num if rows is None else [int(size) for size in rows]
     lasts = [int(group[1])] * num if columns is None else [int(size) for size in columns]
     if len(firsts) != num or len(lasts) != num or min(firsts + lasts, default=0) < 0:
         raise FormatError(f"grouped tensor of {num} members: first_dims {firsts}, last_dims {lasts}")
     return list(zip(firsts, lasts, strict=True))
+
+
+def _rows_in_buffer(side: Side, columns: int) -> int:
+    per_item = base.element_format(side.formats.get("data") or side.format).elements_per_item
+    return int(side.codes().size) * per_item // max(int(columns), 1)
 
 
 def _starts(side: Side, shapes: list[tuple[int, int]]) -> list[int]:
