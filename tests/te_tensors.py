@@ -58,10 +58,9 @@ def stored(parts: QuantizedParts) -> tuple[dict[str, np.ndarray], dict[str, str]
     arrays = {}
     for name, tensor in parts.components.items():
         bits = as_bits(tensor).contiguous()
-        array = bits.cpu().numpy()
-        arrays[name] = array.view(np.uint16) if tensor.dtype == torch.bfloat16 else array
-        if tensor.element_size() == 1:
-            arrays[name] = array.view(np.uint8)
+        codes = {torch.bfloat16: torch.int16, torch.int8: torch.uint8}.get(bits.dtype, bits.dtype)
+        array = bits.view(codes).cpu().numpy()
+        arrays[name] = array.view(np.uint16) if codes == torch.int16 else array
     return arrays, {name: parts.format(name) for name in parts.components}
 
 
