@@ -1,6 +1,6 @@
-"""Code formats as integers: what makes a code NaN, infinite, zero or saturated, and which component is what.
+"""Code formats as integers: what makes a code NaN, infinite, zero or saturated, and what it stands for.
 
-Constants only: no tensors, no state, no thread or stream of its own.
+Constants and pure functions: no state, no thread or stream of its own; nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -87,3 +87,34 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
         x = x.resolve_neg()
     wanted = copy_dtype(x.dtype)
     return x if x.dtype == wanted else x.view(wanted)
+
+
+def decode(codes: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:
+    """Codes as float32, exactly, without their scale; packed codes double the last dimension."""
+    if not code_format.packed:
+        assert code_format.dtype is not None
+        return codes.view(code_format.dtype).to(torch.float32)
+    nibbles = unpack(codes).to(torch.int16)
+    bits = ((nibbles & 0x8) << 12) | ((nibbles & 0x7) << 9)  # the same value as float16, times 2^-14
+    return bits.view(torch.float16).to(torch.float32) * 16384.0
+
+
+def unpack(packed: torch.Tensor) -> torch.Tensor:
+    """Two FP4 codes a byte as one a byte, the low nibble first; doubles the last dimension."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2) if packed.dim() else packed & 0xF
+
+
+def is_nan(bits: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:
+    """Which codes (uint8) are NaN, of a format that has one."""
+    assert code_format.nan_first is not None
+    masked = bits & code_format.nan_mask
+    if code_format.nan_first == code_format.nan_last:
+        return masked.eq(code_format.nan_last)
+    return masked.ge(code_format.nan_first)  # a range ends at the largest masked code
+
+
+def is_zero(bits: torch.Tensor, code_format: CodeFormat) -> torch.Tensor:
+    """Which codes (uint8) are zero."""
+    if code_format.zero_mask is None:
+        return torch.zeros_like(bits, dtype=torch.bool)
+    return (bits & code_format.zero_mask).eq(0)
