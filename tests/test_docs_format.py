@@ -49,12 +49,18 @@ def test_reading_tensors(tmp_path: Path) -> None:
 
 def test_reading_a_history(tmp_path: Path) -> None:
     results = ("amax", "iterations", "attempts")
-    found = run(BLOCKS[2], results, ROOT / "tests" / "golden", tmp_path / "x.npz")
+    found = run(BLOCKS[3], results, ROOT / "tests" / "golden", tmp_path / "x.npz")
     with open_incident(ROOT / "tests" / "golden" / "incident-1.1.index.h5") as incident:
         series = incident.history.series(layer="blocks.1.fc1")
         assert np.array_equal(found["amax"], series["amax"], equal_nan=True)
         assert found["iterations"].tolist() == series.iterations.tolist()
         assert found["attempts"].tolist() == series.attempts.tolist()
+
+
+def test_reading_how_stale_a_scale_is(tmp_path: Path) -> None:
+    found = run("import numpy as np\n" + BLOCKS[2], ("stale",), ROOT / "tests" / "golden", tmp_path / "x.npz")
+    with open_incident(ROOT / "tests" / "golden" / "incident-1.2.index.h5") as incident:
+        assert found["stale"] == incident.records(tensor="weight")[-1].scale_age.unchanged_iterations == 1
 
 
 def test_every_e4m3_code(tmp_path: Path) -> None:
