@@ -22,8 +22,10 @@ from flightrec.sources.extract_base import (
     dtype_name,
     logical_shape,
     readable,
+    with_columnwise,
     with_facts,
 )
+from flightrec.sources.extract_te import extract_te, is_te
 from flightrec.sources.extract_torchao import from_torchao_float8, is_torchao_axiswise, is_torchao_float8, torchao_role
 from flightrec.sources.extract_wrapper import from_wrapper, is_wrapper
 from flightrec.sources.quantized import Quantized
@@ -32,6 +34,7 @@ from flightrec.sources.sink import is_plain
 __all__ = [
     "FORMATS",
     "Extraction",
+    "device_of",
     "dtype_name",
     "extract",
     "is_quantized",
@@ -46,18 +49,30 @@ _BYTE_DTYPES = (torch.uint8, torch.int8)
 
 def is_quantized(value: object) -> bool:
     """Say whether ``extract`` would know what to do with this object, by its type alone."""
-    if isinstance(value, (Quantized, QuantizedParts)):
+    if isinstance(value, (Quantized, QuantizedParts)) or is_te(value):
         return True
     return isinstance(value, torch.Tensor) and (is_wrapper(value) or _has_quantized_dtype(value))
+
+
+def device_of(value: object) -> torch.device | None:
+    """Device of a tensor, or of what a quantized object holds; None for anything else, and without memory."""
+    tensor: object = value
+    if isinstance(value, QuantizedParts) or (is_te(value) and not isinstance(value, torch.Tensor)):
+        parts = extract(value).parts
+        tensor = next(iter(parts.components.values()), None) if parts is not None else None
+    elif not isinstance(value, torch.Tensor):
+        tensor = getattr(value, "data", None)
+    return tensor.device if isinstance(tensor, torch.Tensor) else None
 
 
 def extract(quantized: object, columnwise: object = None) -> Extraction:
     """Take a quantized tensor apart.
 
     Args:
-        quantized: a ``Quantized``, finished ``QuantizedParts``, torchao's ``Float8TrainingTensor``, a tensor of a torch
-            quantized dtype (``qint8``, ...), a ``DTensor`` of any of these, or any wrapper subclass with
-            ``__tensor_flatten__`` (kept raw, under its class name). None if there is only ``columnwise``.
+        quantized: a ``Quantized``, finished ``QuantizedParts``, torchao's ``Float8TrainingTensor``, a quantized tensor
+            or storage object of Transformer Engine (the latter a plain Python object), a tensor of a torch quantized
+            dtype (``qint8``, ...), a ``DTensor`` of any of these, or any wrapper subclass with ``__tensor_flatten__``
+            (kept raw, under its class name). None if there is only ``columnwise``.
         columnwise: the same values quantized for the other direction of a product, or None. Its arrays come as
             ``columnwise_data``, ``columnwise_scale``, ...
 
@@ -73,9 +88,9 @@ def extract(quantized: object, columnwise: object = None) -> Extraction:
     if second.parts is None:
         return Extraction(None, f"columnwise: {second.reason}")
     if quantized is None:
-        return Extraction(_with_columnwise(None, second.parts))
+        return Extraction(with_columnwise(None, second.parts))
     first = _extract_one(quantized)
-    return first if first.parts is None else Extraction(_with_columnwise(first.parts, second.parts))
+    return first if first.parts is None else Extraction(with_columnwise(first.parts, second.parts))
 
 
 def _extract_one(value: object) -> Extraction:
@@ -83,6 +98,8 @@ def _extract_one(value: object) -> Extraction:
         return Extraction(value)
     if isinstance(value, Quantized):
         return _from_quantized(value)
+    if is_te(value):
+        return extract_te(value)
     if not isinstance(value, torch.Tensor):
         return Extraction(None, f"{class_name(value)} is not a quantized tensor that flightrec knows")
     if is_torchao_float8(value):
@@ -95,29 +112,6 @@ def _extract_one(value: object) -> Extraction:
     if is_wrapper(value):
         return from_wrapper(value)
     return Extraction(None, f"{class_name(value)} is a plain tensor; wrap it in flightrec.Quantized(data, format)")
-
-
-def _with_columnwise(first: QuantizedParts | None, second: QuantizedParts) -> QuantizedParts:
-    """Join two quantizations of one tensor under the first one's metadata."""
-    components = dict(first.components) if first else {}
-    formats = dict(first.formats) if first else {}
-    for name, tensor in second.components.items():
-        components[f"columnwise_{name}"] = tensor
-        formats[f"columnwise_{name}"] = second.formats.get(name, dtype_name(tensor.dtype))
-    info = first.info if first else second.info
-    other = second.info
-    metadata = {
-        **info.metadata,
-        "columnwise": {
-            "class_name": other.class_name,
-            "format": other.format,
-            "scale_direction": other.scale_direction,
-            **other.metadata,
-        },
-    }
-    joined = QuantizerInfo(info.class_name, info.format, info.scale_direction, info.block_shape, metadata)
-    pair = first.pair_codes if first else second.pair_codes and f"columnwise_{second.pair_codes}"
-    return QuantizedParts(joined, components, formats, pair)
 
 
 # -- flightrec.Quantized

@@ -26,6 +26,11 @@ FORMATS = (
 )
 """Element formats of codes that ``Quantized`` may name."""
 
+COLUMNWISE = "columnwise_"
+"""Beginning of the names of the other direction's components."""
+
+_MAX_JOINED = 4096
+
 MAX_METADATA_DEPTH = 4
 """Levels of a stranger's nested context that metadata keep."""
 
@@ -60,6 +65,52 @@ def _why_too_expanded(tensor: torch.Tensor) -> str:
     if num_bytes > LARGE_BYTES and num_bytes > MAX_OVERLAP * tensor.untyped_storage().nbytes():
         return f"{num_bytes} bytes expanded from {tensor.untyped_storage().nbytes()}"
     return ""
+
+
+def with_columnwise(first: QuantizedParts | None, second: QuantizedParts, class_name: str = "") -> QuantizedParts:
+    """Join two quantizations of one tensor, one for each direction of a product.
+
+    Args:
+        first: the row-wise one, whose metadata stay; or None.
+        second: the column-wise one: its column-wise arrays where it has some, else all of them.
+        class_name: of the tensor that holds both, where it is neither's.
+    """
+    own = [name for name in second.components if name.startswith(COLUMNWISE)]
+    names = {name: name for name in own} if f"{COLUMNWISE}data" in own else {}
+    names = names or {name: f"{COLUMNWISE}{name}" for name in second.components}
+    components = {} if first is None else {n: t for n, t in first.components.items() if n not in names.values()}
+    formats = {n: form for n, form in first.formats.items() if n in components} if first else {}
+    for name, joined in names.items():
+        components[joined] = second.components[name]
+        formats[joined] = second.formats.get(name, dtype_name(second.components[name].dtype))
+    info = _joined_info(first.info if first else None, second.info, class_name)
+    pair = first.pair_codes if first else names.get(second.pair_codes or "")
+    understood = second.is_understood and (first is None or first.is_understood)
+    return QuantizedParts(info, components, formats, pair, is_understood=understood)
+
+
+_joined: dict[tuple[int, int, str], tuple[QuantizerInfo | None, QuantizerInfo, QuantizerInfo]] = {}
+
+
+def _joined_info(first: QuantizerInfo | None, second: QuantizerInfo, class_name: str) -> QuantizerInfo:
+    """Cached by the objects: those of a source are the same at every record."""
+    key = (id(first), id(second), class_name)
+    found = _joined.get(key)
+    if found is not None and found[0] is first and found[1] is second:
+        return found[2]
+    if len(_joined) >= _MAX_JOINED:
+        _joined.clear()
+    info = first or second
+    words: dict[str, Any] = {name: word for name, word in second.metadata.items() if name != "columnwise"}
+    words |= {"class_name": second.class_name, "format": second.format, "scale_direction": second.scale_direction}
+    words["block_shape"] = list(second.block_shape)
+    words |= second.metadata.get("columnwise") or {}
+    metadata = {**info.metadata, "columnwise": words}
+    if class_name and first is not None:
+        metadata["rowwise_class_name"] = first.class_name
+    joined = QuantizerInfo(class_name or info.class_name, info.format, info.scale_direction, info.block_shape, metadata)
+    _joined[key] = (first, second, joined)
+    return joined
 
 
 def logical_shape(data: torch.Tensor, element_format: str) -> tuple[int, ...]:
