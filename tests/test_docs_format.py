@@ -75,8 +75,10 @@ def test_every_e4m3_code(tmp_path: Path) -> None:
 
 
 def test_the_other_codes(tmp_path: Path) -> None:
-    found = run(BLOCKS[1], ("e5m2", "e8m0", "e2m1"), tmp_path, tmp_path / "x.npz")
+    found = run(BLOCKS[1], ("e5m2", "e8m0", "e2m3", "e3m2", "e2m1"), tmp_path, tmp_path / "x.npz")
     codes = np.arange(256, dtype="u1")
+    for name in ("e2m3", "e3m2"):
+        assert np.array_equal(found[name][:64].astype("f4"), base.decode(codes[:64], f"float6_{name}fn"))
     for name, form in (("e5m2", "float8_e5m2"), ("e8m0", "float8_e8m0fnu"), ("e2m1", "float4_e2m1fn_x2")):
         assert np.array_equal(found[name].astype("f4"), base.decode(codes, form), equal_nan=True)
 

@@ -211,6 +211,23 @@ def test_words_in_the_hardware_order(implementation, shape):
     assert torch.equal(scales.in_rows(components["scale_inv"], rows.shape), rows)
 
 
+@all_implementations
+def test_the_words_of_columns_in_the_tensor_cores_order(implementation):
+    """As Transformer Engine holds a column-wise MXFP8 tensor: plain bytes, the tiles of the transposed scales."""
+    case = make("mxfp8 columnwise", (70, 144), 13)
+    words = case.parts.components["scale_inv"].t()  # [144, 3]
+    padded = torch.zeros(256, 4, dtype=torch.uint8)
+    padded[:144, :3] = words
+    tiles = padded.reshape(2, 4, 32, 1, 4).permute(0, 3, 2, 1, 4).reshape(-1)
+    info = QuantizerInfo("x", E5M2, "multiply_to_decode", (32, 1), {"scheme": "mxfp8"})
+    components = {"columnwise_data": case.parts.components["data"], "columnwise_swizzled_scale_inv": tiles}
+    parts = QuantizedParts(info, components, {"columnwise_data": E5M2}, pair_codes="columnwise_data")
+    plan = build_plan(case.x, parts)
+    assert (plan.scale_shape, plan.scale_transposed, plan.scales) == ((144, 3), True, ((1, E8M0),))
+    _, found = run_capture(implementation, case.x, list(components.values()), plan)
+    assert_row(found, case.expected() | scales_expected(case, case.words, E8M0, False), case.x.double().numpy())
+
+
 def test_words_in_an_order_that_is_not_known_are_kept_and_not_judged():
     case = make("mxfp8", (5, 160), 11)
     info = QuantizerInfo("x", E4M3, "multiply_to_decode", (1, 32), {"swizzled": True})

@@ -29,7 +29,8 @@ class CapturePlan:
         history: past amaxes of the tensor.
         tensor_scale: a second, float32 scale over all blocks or a row of them; it multiplies to decode, always.
         amax: the amax that the quantizer itself saw.
-        scale_shape: (rows, columns) of ``scale`` when its words lie in the hardware's order; empty: as they are.
+        scale_shape: (rows, columns) of ``scale`` when its words lie in the tensor cores' order; empty: as they are.
+        scale_transposed: those are the rows and columns of its transpose.
     """
 
     codes: int = -1
@@ -45,6 +46,7 @@ class CapturePlan:
     tensor_scale: int = -1
     amax: int = -1
     scale_shape: tuple[int, ...] = ()
+    scale_transposed: bool = False
 
 
 @dataclass(slots=True)

@@ -3,8 +3,8 @@
 A tensor may have two levels of scale, as NVFP4 has: one word a block, and a float32 word over all blocks or over a row.
 What decodes is their product, and that is what the statistics are about. Scales of tensors with more than two
 dimensions may be laid out over the flattened leading ones, the last block of a dimension need not be full, and words
-may lie in the hardware's order. Any device, on the caller's thread and current stream; nothing is read on the host and
-nothing waits for the device.
+may lie in the order in which tensor cores read them. Any device, on the caller's thread and current stream; nothing is
+read on the host and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -47,11 +47,17 @@ def second_factor(plan: CapturePlan, parts: Sequence[torch.Tensor], shape: Seque
     """The second scale alone, as ``factor``; None without one."""
     if plan.tensor_scale < 0:
         return None
-    words = plan.scale_shape or parts[plan.scale].shape
+    words = _words_shape(plan, parts)
     second = _second(parts[plan.tensor_scale], words)
     if second is None or second.numel() == 1:
         return None if second is None else second.reshape(())
     return expand_scale(second.expand(words), shape, plan.block_shape)
+
+
+def _words_shape(plan: CapturePlan, parts: Sequence[torch.Tensor]) -> Sequence[int]:
+    if not plan.scale_shape:
+        return parts[plan.scale].shape
+    return plan.scale_shape[::-1] if plan.scale_transposed else plan.scale_shape
 
 
 def _second(scale: torch.Tensor, words: Sequence[int]) -> torch.Tensor | None:
@@ -71,11 +77,19 @@ def scale_values(scale: torch.Tensor, plan: CapturePlan) -> torch.Tensor:
     name = dict(plan.scales).get(plan.scale, "")
     code_format = CODE_FORMATS.get(name)
     words = scale.to(torch.float32) if code_format is None else decode(scale.view(torch.uint8), code_format)
-    return in_rows(words, plan.scale_shape) if plan.scale_shape else words
+    return in_order(words, plan)
+
+
+def in_order(words: torch.Tensor, plan: CapturePlan) -> torch.Tensor:
+    """Words, or codes, of the first scale in the order of what they scale."""
+    if not plan.scale_shape:
+        return words
+    words = in_rows(words, plan.scale_shape)
+    return words.t() if plan.scale_transposed else words
 
 
 def in_rows(tiles: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Words of the hardware's order (128 x 4 tiles, padded) as rows ``[rows, columns]``; a copy."""
+    """Words of the tensor cores' order (128 x 4 tiles, padded) as rows ``[rows, columns]``; a copy."""
     rows, columns = shape
     down, across = -(-rows // TILE_ROWS), -(-columns // TILE_COLUMNS)
     tiles = tiles.reshape(down, across, TILE_ROWS // 4, 4, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
@@ -193,8 +207,8 @@ def scale_nonfinite(
     if code_format is None and not scale.is_floating_point():
         return torch.zeros((), dtype=torch.int64, device=scale.device)
     words = scale if code_format is None else scale.view(torch.uint8)
-    if at == plan.scale and plan.scale_shape:
-        words = in_rows(words, plan.scale_shape)
+    if at == plan.scale:
+        words = in_order(words, plan)
     if valid_rows is not None:
         rows = _row_blocks(words.shape, shape, plan.block_shape)
         if rows is not None:
