@@ -103,11 +103,13 @@ class Statistic(enum.IntEnum):
     CLIPPED_COUNT = 16  # finite elements whose scaled magnitude is beyond the format's largest finite value
     RANGE_RATIO = 17  # largest scaled magnitude of a finite element, as a multiple of the format's largest value
     ZERO_SCALE_COUNT = 18  # non-zero finite elements whose scale is 0 (a scale that is a code itself may underflow)
-    SCALE_MIN = 19  # smallest finite word of the scale that decodes, in its own direction
+    SCALE_MIN = 19  # smallest finite word of the scale that decodes, in its own direction; of two, of their product
     SCALE_MAX = 20  # largest
     SCALE_INVERSE_ERROR = 21  # largest |scale x scale_inv - 1| where both are recorded
     HISTORY_RATIO = 22  # largest recorded past amax, scaled, as a multiple of the format's largest value
     QUANTIZED_LARGEST = 23  # the codes' largest finite value: tells their format
+    QUANTIZER_AMAX = 24  # largest finite word of the amax that the quantizer itself saw
+    AMAX_HISTORY_MAX = 25  # largest finite recorded past amax
 
 
 NUM_STATISTICS = len(Statistic)

@@ -85,5 +85,7 @@ REFERENCES: dict[str, Any] = {
     "float8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
     "float8_e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
     "float8_e8m0fnu": ml_dtypes.float8_e8m0fnu,
+    "float6_e2m3fn": ml_dtypes.float6_e2m3fn,
+    "float6_e3m2fn": ml_dtypes.float6_e3m2fn,
     "float4_e2m1fn_x2": ml_dtypes.float4_e2m1fn,
 }

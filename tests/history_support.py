@@ -47,6 +47,7 @@ def one_record(found: Mapping[str, float]) -> dict[str, float]:
         "scale_inverse_error": s["scale_inverse_error"],
         "scale_nonfinite_count": s["scale_nonfinite_count"],
         "zero_scale_count": s["zero_scale_count"],
+        "quantizer_amax": s["quantizer_amax"],
     }
 
 

@@ -189,9 +189,10 @@ def write_golden(folder: Path) -> Path:
             "scale_inv": (np.array([[126, 129]], dtype="u1"), "float8_e8m0fnu"),
         }
         counts = {"numel": 6, "nan_count": bad, "positive_inf_count": bad, "amax": 2.0}
+        words = {"scale_min": 0.5, "scale_max": 4.0, "quantizer_amax": 24.0, "amax_history_max": 32.0}
         return [
             Sample(activation, both, statistics(**counts, quantized_nan_count=bad, quantized_numel=6), 0),
-            Sample(weight, blocks, statistics(quantized_numel=5), 1, shape=(1, 5)),
+            Sample(weight, blocks, statistics(quantized_numel=5, **words), 1, shape=(1, 5)),
             plain(odd, [1.5, -0.0], "float64", amax=1.5),
             Sample(kept, {}, statistics(numel=1, sum=0.25), dtype="float32", reason="does not fit into the ring"),
         ]
@@ -213,8 +214,8 @@ def write_golden(folder: Path) -> Path:
         folder,
         {11: entries(0), 12: entries(1)},
         [fired],
-        incident_id="incident-1.1",
-        stem="incident-1.1",
+        incident_id="incident-1.2",
+        stem="incident-1.2",
         quantizers=[FP8.to_json(), microscaled.to_json()],
         history={"loss": ([9, 10, 11, 12], [0.9, 0.8, 0.7, float("nan")], [0, 0, 0, 0])},
         statistics=[history_piece()],

@@ -57,6 +57,18 @@ class TestE8m0(CodecContract):
     named: ClassVar = {0: 2.0**-127, 127: 1.0, 128: 2.0, 254: 2.0**127, 255: None}
 
 
+class TestE2m3(CodecContract):
+    format = "float6_e2m3fn"
+    reference = REFERENCES["float6_e2m3fn"]
+    named: ClassVar = {0x1F: 7.5, 0x3F: -7.5, 0x20: -0.0, 0x01: 0.125, 0x08: 1.0}
+
+
+class TestE3m2(CodecContract):
+    format = "float6_e3m2fn"
+    reference = REFERENCES["float6_e3m2fn"]
+    named: ClassVar = {0x1F: 28.0, 0x3F: -28.0, 0x20: -0.0, 0x01: 0.0625, 0x0C: 1.0}
+
+
 class TestPackedFp4(CodecContract):
     format = "float4_e2m1fn_x2"
     reference = REFERENCES["float4_e2m1fn_x2"]

@@ -50,12 +50,18 @@ def test_reading_tensors(tmp_path: Path) -> None:
 
 def test_reading_a_history(tmp_path: Path) -> None:
     results = ("amax", "iterations", "attempts")
-    found = run(BLOCKS[2], results, ROOT / "tests" / "golden", tmp_path / "x.npz")
+    found = run(BLOCKS[3], results, ROOT / "tests" / "golden", tmp_path / "x.npz")
     with open_incident(ROOT / "tests" / "golden" / "incident-1.1.index.h5") as incident:
         series = incident.history.series(layer="blocks.1.fc1")
         assert np.array_equal(found["amax"], series["amax"], equal_nan=True)
         assert found["iterations"].tolist() == series.iterations.tolist()
         assert found["attempts"].tolist() == series.attempts.tolist()
+
+
+def test_reading_how_stale_a_scale_is(tmp_path: Path) -> None:
+    found = run("import numpy as np\n" + BLOCKS[2], ("stale",), ROOT / "tests" / "golden", tmp_path / "x.npz")
+    with open_incident(ROOT / "tests" / "golden" / "incident-1.2.index.h5") as incident:
+        assert found["stale"] == incident.records(tensor="weight")[-1].scale_age.unchanged_iterations == 1
 
 
 def test_every_e4m3_code(tmp_path: Path) -> None:
@@ -70,8 +76,10 @@ def test_every_e4m3_code(tmp_path: Path) -> None:
 
 
 def test_the_other_codes(tmp_path: Path) -> None:
-    found = run(BLOCKS[1], ("e5m2", "e8m0", "e2m1"), tmp_path, tmp_path / "x.npz")
+    found = run(BLOCKS[1], ("e5m2", "e8m0", "e2m3", "e3m2", "e2m1"), tmp_path, tmp_path / "x.npz")
     codes = np.arange(256, dtype="u1")
+    for name in ("e2m3", "e3m2"):
+        assert np.array_equal(found[name][:64].astype("f4"), base.decode(codes[:64], f"float6_{name}fn"))
     for name, form in (("e5m2", "float8_e5m2"), ("e8m0", "float8_e8m0fnu"), ("e2m1", "float4_e2m1fn_x2")):
         assert np.array_equal(found[name].astype("f4"), base.decode(codes, form), equal_nan=True)
 

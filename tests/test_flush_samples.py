@@ -15,7 +15,7 @@ import flightrec
 from flightrec.flush.samples import SampleHistory, derive, worst
 from flightrec.records import NUM_STATISTICS, Key, RecordLayout, Representation, Statistic
 from flightrec.storage.schema import HISTORY_STATISTICS, STATISTIC_COLUMNS
-from flightrec.writer.history import BLOCK_SERIES, QUANTIZED, HistoryMemory, block_bytes
+from flightrec.writer.history import BLOCK_SERIES, PLAIN, QUANTIZED, HistoryMemory, block_bytes
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -73,7 +73,7 @@ def kept(memory: HistoryMemory) -> set[str]:
 
 def test_what_finds_no_room_is_told_once_and_the_rest_goes_on(caplog):
     told: list[str] = []
-    memory = HistoryMemory.create(block_bytes(QUANTIZED, 116) * 32 // 31 + 8192, 100)
+    memory = HistoryMemory.create((block_bytes(QUANTIZED, 116) + block_bytes(PLAIN, 116)) * 32 // 31 + 8192, 100)
     history = SampleHistory(memory, told.append)
     layouts = layouts_of([(f"layer{n}", 0, 0) for n in range(BLOCK_SERIES + 44)])
     rows = random_statistics(np.random.default_rng(0), len(layouts))

@@ -7,6 +7,7 @@ import torch
 from kernels_support import CODE_TYPES, bits, decode
 
 from flightrec.kernels.formats import CODE_FORMATS, as_bits, copy_dtype, dtype_name
+from flightrec.kernels.formats import decode as decode_codes
 
 ALL_BYTES = np.arange(256, dtype=np.uint8)
 
@@ -29,6 +30,16 @@ def test_masks_agree_with_ml_dtypes_on_every_code(name):
     largest = float(ml_dtypes.finfo(CODE_TYPES[name]).max)
     np.testing.assert_array_equal((magnitudes == code_format.largest) & ~nan, np.abs(values) == largest)
     assert code_format.largest_value == largest
+
+
+@pytest.mark.parametrize("name", ["float6_e2m3fn", "float6_e3m2fn"])
+def test_codes_of_six_bits_in_a_byte(name):
+    code_format, codes = CODE_FORMATS[name], np.arange(64, dtype=np.uint8)
+    wanted = codes.view(getattr(ml_dtypes, name)).astype(np.float32)
+    found = decode_codes(torch.from_numpy(codes), code_format).numpy()
+    np.testing.assert_array_equal(found.view(np.int32), wanted.view(np.int32))
+    assert code_format.largest_value == wanted.max() == wanted[code_format.largest]
+    np.testing.assert_array_equal((codes & code_format.zero_mask) == 0, wanted == 0)
 
 
 def test_dtype_names_are_those_of_ml_dtypes():

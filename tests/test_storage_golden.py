@@ -12,6 +12,7 @@ from flightrec.analysis.incident import Incident, open_incident
 from flightrec.records import Key, Representation, Severity, Stage
 from flightrec.storage import schema
 from flightrec.storage.facts import Blind
+from flightrec.storage.scale_age import ScaleAge
 
 GOLDEN = Path(__file__).parent / "golden"
 NEWEST = f"incident-{schema.FORMAT_VERSION}.index.h5"
@@ -28,11 +29,11 @@ def incident(request: pytest.FixtureRequest, tmp_path: Path):
 
 
 def test_every_version_is_kept() -> None:
-    assert [path.name for path in KEPT] == ["incident-1.0.index.h5", NEWEST]
+    assert [path.name for path in KEPT] == ["incident-1.0.index.h5", "incident-1.1.index.h5", NEWEST]
 
 
 def test_identity_and_facts(incident: Incident) -> None:
-    assert incident.incident_id in ("incident-1.0", "incident-1.1")
+    assert incident.incident_id in ("incident-1.0", "incident-1.1", "incident-1.2")
     assert (incident.run_id, incident.attempt, incident.world_size, incident.host) == ("run", 0, 1, "host")
     assert incident.created_ns == 1_700_000_000_000_000_000
     assert incident.versions == {"flightrec": "0.1.0"}
@@ -112,3 +113,17 @@ def test_what_came_with_1_1(incident: Incident) -> None:
     assert history.series(tensor="activation")["zero_scale_count"].tolist() == [20, 120, 220, 320]
     assert np.isnan(history.series(tensor="output")["scale_max"]).all()
     assert history.iterations.tolist() == [9, 10, 11, 12]
+
+
+def test_what_came_with_1_2(incident: Incident) -> None:
+    ages = [record.scale_age for record in incident.records(tensor="weight")]
+    statistics = incident.records(tensor="weight")[0].statistics
+    series = incident.history.find(tensor="activation")
+    if incident.incident_id != "incident-1.2":
+        assert ages == [None, None]
+        assert statistics["quantizer_amax"] is None
+        assert all(np.isnan(entry["quantizer_amax"]).all() for entry in series)
+        return
+    assert ages == [None, ScaleAge(1, -1)]
+    assert (statistics["scale_min"], statistics["quantizer_amax"], statistics["amax_history_max"]) == (0.5, 24.0, 32.0)
+    assert series[0]["quantizer_amax"].tolist() == [21, 121, 221, 321]

@@ -89,7 +89,7 @@ def test_names_of_any_text_and_their_end():
 
 def test_blocks_end_with_the_memory():
     num_rows = 8 + SPARE_SAMPLES
-    memory = HistoryMemory.create(5 * block_bytes(PLAIN, num_rows) * 32 // 31 + 4096, 8)
+    memory = HistoryMemory.create(6 * block_bytes(PLAIN, num_rows) * 32 // 31 + 4096, 8)
     assert [memory.open_block(kind) for kind in (QUANTIZED, PLAIN, PLAIN, PLAIN, QUANTIZED)] == [0, 1, 2, None, None]
     memory.add(0, 0, [([0], matrix(QUANTIZED, 1.0)), ([1, 2], np.hstack([matrix(PLAIN, 2.0), matrix(PLAIN, 3.0)]))])
     for number in range(3):

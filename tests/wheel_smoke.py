@@ -72,7 +72,7 @@ def main() -> None:
 
         incident = folder / "incident"
         incident.mkdir()
-        for path in (ROOT / "tests" / "golden").glob("incident-1.1.*"):
+        for path in (ROOT / "tests" / "golden").glob("incident-1.2.*"):
             shutil.copy(path, incident)
         run(programs / "python", "-W", "error", "-c", INSIDE, incident, folder=folder)
         flightrec = programs / "flightrec"

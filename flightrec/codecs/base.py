@@ -74,6 +74,8 @@ FORMATS: dict[str, ElementFormat] = {
         _codes("float8_e4m3fnuz", "u1", ml_dtypes.float8_e4m3fnuz, 8),
         _codes("float8_e5m2fnuz", "u1", ml_dtypes.float8_e5m2fnuz, 8),
         _codes("float8_e8m0fnu", "u1", ml_dtypes.float8_e8m0fnu, 8),
+        _codes("float6_e2m3fn", "u1", ml_dtypes.float6_e2m3fn, 6),
+        _codes("float6_e3m2fn", "u1", ml_dtypes.float6_e3m2fn, 6),
         _codes("float4_e2m1fn_x2", "u1", ml_dtypes.float4_e2m1fn, 4, elements_per_item=2),
     )
 }

@@ -72,6 +72,7 @@ def derive(rows: Floats, kind: int) -> Floats:
             column[Statistic.SCALE_INVERSE_ERROR],
             column[Statistic.SCALE_NONFINITE_COUNT],
             column[Statistic.ZERO_SCALE_COUNT],
+            column[Statistic.QUANTIZER_AMAX],
         )
         for number, values in enumerate(derived, len(PLAIN_STATISTICS)):
             out[number] = values

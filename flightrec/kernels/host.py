@@ -17,8 +17,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from flightrec.kernels import pieces, reference
-from flightrec.kernels.formats import CODE_FORMATS, CodeFormat, as_bits
+from flightrec.kernels import pieces, reference, scales
+from flightrec.kernels.formats import CODE_FORMATS, CodeFormat, as_bits, decode
 from flightrec.kernels.plan import CapturePlan, Destination
 from flightrec.records import NUM_STATISTICS, Statistic
 
@@ -103,6 +103,7 @@ class _Codes:
     squared_error: float = 0.0
     is_unscaled: bool = False
     has_coded_scale: bool = False
+    has_second_scale: bool = False  # beside a coded one
     clipped: int = 0
     range_ratio: float = 0.0
     zero_scale: int = 0
@@ -189,9 +190,12 @@ def _fast(
     if plan.scales:
         rows = x if x is not None else parts[max(plan.codes, 0)]
         row[Statistic.SCALE_NONFINITE_COUNT] = sum(
-            _scale_nonfinite(parts[at], name, rows, valid_rows) for at, name in plan.scales
+            _scale_nonfinite(plan, parts, at, rows.shape, valid_rows) for at, _ in plan.scales
         )
-        _write_scale(row, plan, parts, rows, valid_rows)
+        _write_scale(row, plan, parts, rows.shape, valid_rows)
+    if plan.amax >= 0 or plan.history >= 0:
+        for statistic, found in scales.amax_statistics(plan, [part.detach() for part in parts]).items():
+            row[statistic] = float(found.numpy())
     return True
 
 
@@ -223,23 +227,41 @@ def _prepare_codes(
     elif plan.pairs and x is not None and plan.scale >= 0:
         result.multiply = plan.multiply_to_decode
         result.has_coded_scale = dict(plan.scales).get(plan.scale, "") in CODE_FORMATS
-        values = reference.scale_values(parts[plan.scale].detach(), plan)
-        if values.numel() == 1:
-            result.factor = float(values.numpy().reshape(-1)[0])
-        else:
-            shape = (*codes.shape[:-1], codes.shape[-1] * 2) if code_format.packed else codes.shape
-            result.repeat = _run_length(values.shape, shape, plan.block_shape)
-            if result.repeat == 1:
-                expanded = reference.expand_scale(values, shape, plan.block_shape)
-                if expanded is None:
-                    return None
-                values = expanded.expand(shape)
-            result.factor = _flat(values, valid_rows).numpy()
+        return result if _prepare_factor(result, plan, [part.detach() for part in parts], valid_rows) else None
     return result
+
+
+def _prepare_factor(result: _Codes, plan: CapturePlan, parts: Sequence[torch.Tensor], valid_rows: int | None) -> bool:
+    """Fill in what decodes the codes; False where only the reference knows how."""
+    codes = parts[plan.codes]
+    values = scales.combined(plan, parts)
+    result.has_second_scale = result.has_coded_scale and plan.tensor_scale >= 0
+    if values is None or (result.has_second_scale and _has_zero(parts[plan.tensor_scale])):
+        return False
+    if values.numel() == 1:
+        result.factor = float(values.numpy().reshape(-1)[0])
+        return True
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2) if result.code_format.packed else tuple(codes.shape)
+    result.repeat = _run_length(values.shape, shape, plan.block_shape)
+    if result.repeat == 1:
+        expanded = scales.expand_scale(values, shape, plan.block_shape)
+        if expanded is None:
+            return False
+        values = expanded.expand(shape)
+    elif valid_rows is not None and len(values.shape) != len(shape):
+        values = values.reshape(*shape[:-1], -1)
+    result.factor = _flat(values, valid_rows).numpy()
+    return True
+
+
+def _has_zero(scale: torch.Tensor) -> bool:
+    return bool((scale.numpy() == 0).any())
 
 
 def _run_length(scale_shape: torch.Size, shape: Sequence[int], block_shape: Sequence[int]) -> int:
     """Consecutive elements that share a scale (a row, or a block within one), 1 if blocks do not pave it so."""
+    if len(scale_shape) == 2 and len(shape) > 2:  # over flattened leading dimensions
+        shape, block_shape = (math.prod(shape[:-1]), shape[-1]), block_shape[-2:]
     if len(scale_shape) != len(shape) or tuple(scale_shape[:-1]) != tuple(shape[:-1]) or not scale_shape[-1]:
         return 1
     length, rest = divmod(shape[-1], scale_shape[-1])
@@ -419,7 +441,9 @@ def _write_codes(row: list[float], codes: _Codes, *, pairs: bool) -> None:
             row[Statistic.SQUARED_ERROR] = codes.squared_error
             row[Statistic.CLIPPED_COUNT] = codes.clipped
             row[Statistic.RANGE_RATIO] = codes.range_ratio
-            if not codes.is_unscaled and not codes.has_coded_scale:
+            if codes.has_second_scale:
+                row[Statistic.ZERO_SCALE_COUNT] = 0  # one that is 0 went to the reference
+            elif not codes.is_unscaled and not codes.has_coded_scale:
                 row[Statistic.ZERO_SCALE_COUNT] = codes.zero_scale
 
 
@@ -427,27 +451,29 @@ def _write_scale(
     row: list[float],
     plan: CapturePlan,
     parts: Sequence[torch.Tensor],
-    rows_of: torch.Tensor,
+    shape: torch.Size,
     valid_rows: int | None,
 ) -> None:
     if plan.scale < 0:
         return
     word = parts[plan.scale].detach()
-    if word.numel() == 1 and word.dtype == torch.float32 and plan.inverse < 0 and plan.history < 0:
+    is_alone = plan.inverse < 0 and plan.history < 0 and plan.tensor_scale < 0
+    if word.numel() == 1 and word.dtype == torch.float32 and is_alone:
         value = float(word.numpy().reshape(-1)[0])
         row[Statistic.SCALE_MIN] = row[Statistic.SCALE_MAX] = value if math.isfinite(value) else math.nan
         return
-    rows = rows_of.shape[0] if rows_of.dim() else 1
     detached = [part.detach() for part in parts]
-    for statistic, found in reference.scale_statistics(plan, detached, rows, valid_rows).items():
+    for statistic, found in scales.scale_statistics(plan, detached, shape, valid_rows).items():
         row[statistic] = float(found.numpy())
 
 
-def _scale_nonfinite(scale: torch.Tensor, name: str, rows_of: torch.Tensor, valid_rows: int | None) -> float:
+def _scale_nonfinite(
+    plan: CapturePlan, parts: Sequence[torch.Tensor], at: int, shape: torch.Size, valid_rows: int | None
+) -> float:
+    scale = parts[at].detach()
     if scale.numel() == 1 and scale.dtype == torch.float32:
-        return float(not math.isfinite(scale.detach().numpy().reshape(-1)[0]))
-    rows = rows_of.shape[0] if rows_of.dim() else 1
-    return float(reference.scale_nonfinite(scale.detach(), name, rows, valid_rows).numpy())
+        return float(not math.isfinite(scale.numpy().reshape(-1)[0]))
+    return float(scales.scale_nonfinite(plan, parts, at, shape, valid_rows).detach().numpy())
 
 
 def _table(code_format: CodeFormat) -> _Array:
@@ -455,8 +481,8 @@ def _table(code_format: CodeFormat) -> _Array:
     table = _tables.get(code_format.name)
     if table is None:
         if code_format.packed:
-            values = reference.decode(torch.arange(16, dtype=torch.uint8), code_format)[0::2]
+            values = decode(torch.arange(16, dtype=torch.uint8), code_format)[0::2]
         else:
-            values = reference.decode(torch.arange(256, dtype=torch.uint8), code_format)
+            values = decode(torch.arange(256, dtype=torch.uint8), code_format)
         table = _tables[code_format.name] = values.numpy().copy()
     return table

@@ -76,3 +76,22 @@ def repeated(values: Values, copies: int | torch.Tensor) -> Values:
     if isinstance(copies, torch.Tensor) and Statistic.AMAX in repeated:
         repeated[Statistic.AMAX] = torch.where(copies > 0, repeated[Statistic.AMAX], math.nan)
     return repeated
+
+
+def valid_region(
+    x: torch.Tensor, valid_rows: int | torch.Tensor | None, rows: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | int]:
+    """Rows ``[0, n)`` of ``x``, and how many elements were zeroed instead of cut off (a device-side ``n``).
+
+    ``rows`` is the number of rows that ``n`` counts, where ``x`` spreads each over several rows of its own.
+    """
+    if valid_rows is None or x.dim() == 0:
+        return x, 0
+    own = x.shape[0]
+    ratio = own // rows if rows else 1
+    if isinstance(valid_rows, int):
+        return x.narrow(0, 0, min(max(valid_rows * ratio, 0), own)), 0
+    count = (valid_rows.reshape(()) * ratio).clamp(0, own)
+    inside = torch.arange(own, device=x.device) < count
+    region = torch.where(inside.reshape(-1, *([1] * (x.dim() - 1))), x, 0)
+    return region, (own - count) * (x.numel() // own if own else 0)

@@ -27,6 +27,10 @@ class CapturePlan:
         scales: (position, element format) of every scale component.
         inverse: the words that should be one over ``scale``'s, of the same shape.
         history: past amaxes of the tensor.
+        tensor_scale: a second, float32 scale over all blocks or a row of them; it multiplies to decode, always.
+        amax: the amax that the quantizer itself saw.
+        scale_shape: (rows, columns) of ``scale`` when its words lie in the tensor cores' order; empty: as they are.
+        scale_transposed: those are the rows and columns of its transpose.
     """
 
     codes: int = -1
@@ -39,6 +43,10 @@ class CapturePlan:
     scales: tuple[tuple[int, str], ...] = ()
     inverse: int = -1
     history: int = -1
+    tensor_scale: int = -1
+    amax: int = -1
+    scale_shape: tuple[int, ...] = ()
+    scale_transposed: bool = False
 
 
 @dataclass(slots=True)

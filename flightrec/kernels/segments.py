@@ -17,7 +17,8 @@ import torch
 
 from flightrec.kernels import host as host_kernels
 from flightrec.kernels import reference as torch_kernels
-from flightrec.kernels.formats import CODE_FORMATS, CodeFormat
+from flightrec.kernels import scales
+from flightrec.kernels.formats import CODE_FORMATS, CodeFormat, decode, is_nan, is_zero, unpack
 from flightrec.kernels.plan import CapturePlan
 from flightrec.records import NUM_STATISTICS, Statistic
 
@@ -30,6 +31,8 @@ _OF_THE_WHOLE = (
     Statistic.SCALE_MAX,
     Statistic.SCALE_INVERSE_ERROR,
     Statistic.HISTORY_RATIO,
+    Statistic.QUANTIZER_AMAX,
+    Statistic.AMAX_HISTORY_MAX,
 )
 """Statistics that a segment has none of: its scale's words stand in the row of the whole tensor."""
 
@@ -177,16 +180,16 @@ def _high_precision_rows(x: torch.Tensor, sums: _Rows, peaks: _Rows) -> None:
 def _code_rows(codes: torch.Tensor, code_format: CodeFormat, sums: _Rows) -> None:
     bits = codes.view(torch.uint8)
     if code_format.packed:
-        bits = torch_kernels._unpack(bits)
+        bits = unpack(bits)
     magnitude = bits & code_format.magnitude_mask
     nothing = torch.zeros_like(bits, dtype=torch.bool)
-    is_nan = nothing if code_format.nan_first is None else torch_kernels._is_nan(bits, code_format)
+    nan = nothing if code_format.nan_first is None else is_nan(bits, code_format)
     is_infinite = nothing if code_format.infinity is None else magnitude == code_format.infinity
     sums |= {
         Statistic.QUANTIZED_NUMEL: _sum(torch.ones_like(bits)),
-        Statistic.QUANTIZED_NAN_COUNT: _sum(is_nan),
+        Statistic.QUANTIZED_NAN_COUNT: _sum(nan),
         Statistic.QUANTIZED_INF_COUNT: _sum(is_infinite),
-        Statistic.QUANTIZED_ZERO_COUNT: _sum(torch_kernels._is_zero(bits, code_format)),
+        Statistic.QUANTIZED_ZERO_COUNT: _sum(is_zero(bits, code_format)),
         Statistic.QUANTIZED_SATURATED_COUNT: _sum(magnitude == code_format.largest),
     }
 
@@ -194,14 +197,14 @@ def _code_rows(codes: torch.Tensor, code_format: CodeFormat, sums: _Rows) -> Non
 def _pair_rows(plan: CapturePlan, x: torch.Tensor, parts: Sequence[torch.Tensor], sums: _Rows, peaks: _Rows) -> None:
     code_format = CODE_FORMATS[plan.format]
     bits = parts[plan.codes].view(torch.uint8)
-    decoded = torch_kernels.decode(bits, code_format)
-    zero = torch_kernels._is_zero(torch_kernels._unpack(bits) if code_format.packed else bits, code_format)
+    decoded = decode(bits, code_format)
+    zero = is_zero(unpack(bits) if code_format.packed else bits, code_format)
     x = x.reshape(decoded.shape)
     lost = (x != 0) & torch.isfinite(x)
     sums[Statistic.UNDERFLOW_COUNT] = _sum(zero & lost)
     factor = None
     if not plan.unscaled:
-        factor = None if plan.scale < 0 else _factor(plan, parts, decoded.shape)
+        factor = scales.factor(plan, parts, decoded.shape)
         if factor is None:
             return
         if dict(plan.scales).get(plan.scale, "") not in CODE_FORMATS:
@@ -220,11 +223,6 @@ def _pair_rows(plan: CapturePlan, x: torch.Tensor, parts: Sequence[torch.Tensor]
         peaks[Statistic.RANGE_RATIO] = _peak(ratio)
 
 
-def _factor(plan: CapturePlan, parts: Sequence[torch.Tensor], shape: Sequence[int]) -> torch.Tensor | None:
-    values = torch_kernels.scale_values(parts[plan.scale], plan)
-    return torch_kernels.expand_scale(values, shape, plan.block_shape)
-
-
 # -- cutting, in host memory
 
 
@@ -237,11 +235,12 @@ def _by_rows(
         return plain, (codes,), False
     scale, name, blocks = parts[plan.scale], dict(plan.scales).get(plan.scale, ""), plan.block_shape
     shape = (*codes.shape[:-1], codes.shape[-1] * 2) if code_format.packed else tuple(codes.shape)
-    factor = _factor(plan, parts, shape)
+    factor = scales.factor(plan, parts, shape)
     if factor is None:
         return plain, (codes,), False
     is_cut = factor.dim() > 0 and factor.shape[0] == shape[0] > 1
-    if is_cut and scale.shape[0] != shape[0]:  # blocks of several rows
+    is_plain = plan.tensor_scale < 0 and not plan.scale_shape and scale.dim() in (0, len(shape))
+    if not is_plain or (is_cut and scale.shape[0] != shape[0]):  # two scales, or blocks of several rows
         scale, name, blocks = factor, "float32", ()
     scaled = dataclasses.replace(
         plain, scale=1, multiply_to_decode=plan.multiply_to_decode, block_shape=blocks, scales=((1, name),)

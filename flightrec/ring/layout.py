@@ -5,6 +5,7 @@ Host bookkeeping and the segments' buffers; called under the ring's lock. Only c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ import torch
 
 from flightrec.kernels.formats import CODE_FORMATS, copy_dtype, dtype_name
 from flightrec.kernels.plan import CapturePlan
+from flightrec.kernels.scales import tiled_numel
 from flightrec.records import Component, Key, QuantizerInfo
 
 RECORD_ALIGNMENT_BYTES = 256
@@ -19,6 +21,10 @@ COMPONENT_ALIGNMENT_BYTES = 16
 SMALLEST_AREA_BYTES = 1 << 20
 LARGEST_AREA_BYTES = 64 << 20
 _GROWTH = 1.5  # headroom of a place that replaces one that was too small
+
+
+_SWIZZLED = "swizzled_scale_inv"
+_SCALES_OF = {"mxfp8": "float8_e8m0fnu", "nvfp4": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +96,67 @@ def build_plan(high_precision: torch.Tensor | None, quantized: QuantizedParts | 
     codes = next((name for name in candidates if name in names), None)
     scale = _scale_of(codes, quantized) if codes is not None else None
     inverse = _inverse_of(scale, quantized) if scale is not None else None
+    amax = _beside(codes, "amax", names)
+    tensor_scale = _beside(codes, "tensor_scale_inv", names)
+    scale_shape, scale_transposed = _swizzled_shape(codes, scale, quantized)
+    if scale_shape is None or (scale is None and tensor_scale is not None):
+        scale = inverse = tensor_scale = None  # words in an order that is not known, or no first scale
+    unscaled = quantized.info.scale_direction == "none" and _beside(codes, "tensor_scale_inv", names) is None
     return CapturePlan(
         codes=-1 if codes is None else names.index(codes),
         format="" if codes is None else quantized.format(codes),
         pairs=codes is not None and codes == quantized.pair_codes and _can_pair(high_precision, quantized, codes),
         scale=-1 if scale is None else names.index(scale),
-        unscaled=quantized.info.scale_direction == "none",
+        unscaled=unscaled,
         multiply_to_decode=quantized.info.scale_direction != "multiply_to_encode",
         block_shape=quantized.info.block_shape,
-        scales=tuple((at, quantized.format(name)) for at, name in enumerate(names) if "scale" in name),
+        scales=tuple(
+            (at, _scale_format(name, quantized) if name == scale else quantized.format(name))
+            for at, name in enumerate(names)
+            if "scale" in name
+        ),
         inverse=-1 if inverse is None else names.index(inverse),
         history=names.index("amax_history") if "amax_history" in names else -1,
+        tensor_scale=-1 if tensor_scale is None else names.index(tensor_scale),
+        amax=-1 if amax is None else names.index(amax),
+        scale_shape=scale_shape or (),
+        scale_transposed=scale_transposed,
     )
+
+
+def _beside(codes: str | None, word: str, names: Sequence[str]) -> str | None:
+    """The component of this name that belongs to these codes: the columnwise ones have their own."""
+    name = None if codes is None else codes.removesuffix("data") + word
+    return name if name in names else None
+
+
+def _swizzled_shape(
+    codes: str | None, scale: str | None, quantized: QuantizedParts
+) -> tuple[tuple[int, ...] | None, bool]:
+    """Rows and columns of scales that lie in the tensor cores' order, and whether those are of their transpose.
+
+    Empty for scales in their own order; None if it is not known how they lie.
+    """
+    if codes is None or scale is None:
+        return (), False
+    if not scale.endswith(_SWIZZLED) and not quantized.info.metadata.get("swizzled"):
+        return (), False
+    tensor, blocks = quantized.components[codes], quantized.info.block_shape
+    if tensor.dim() < 2 or len(blocks) < 2 or (codes != "data" and "data" in quantized.components):
+        return None, False
+    code_format = CODE_FORMATS.get(quantized.format(codes))
+    columns = tensor.shape[-1] * (2 if code_format is not None and code_format.packed else 1)
+    shape = -(-math.prod(tensor.shape[:-1]) // blocks[-2]), -(-columns // blocks[-1])
+    is_transposed = blocks[-1] == 1  # blocks down the columns: the tiles are those of the transposed scales
+    shape = shape[::-1] if is_transposed else shape
+    return (shape if quantized.components[scale].numel() == tiled_numel(shape) else None), is_transposed
+
+
+def _scale_format(name: str, quantized: QuantizedParts) -> str:
+    """Element format of a scale; where it is kept as bytes, the family tells."""
+    found = quantized.format(name)
+    family = str(quantized.info.metadata.get("scheme", ""))
+    return _SCALES_OF.get(family, found) if found == "uint8" and name.endswith(_SWIZZLED) else found
 
 
 def _scale_of(codes: str, quantized: QuantizedParts) -> str | None:
@@ -110,7 +165,8 @@ def _scale_of(codes: str, quantized: QuantizedParts) -> str | None:
     if word is None:
         return None
     prefix = codes.removesuffix("data")
-    return next((name for name in (prefix + word, word) if name in quantized.components), None)
+    own = (prefix + word, *([prefix + _SWIZZLED] if word == "scale_inv" else []), word)
+    return next((name for name in own if name in quantized.components), None)
 
 
 def _inverse_of(scale: str, quantized: QuantizedParts) -> str | None:

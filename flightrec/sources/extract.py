@@ -27,6 +27,7 @@ from flightrec.sources.extract_base import (
 )
 from flightrec.sources.extract_te import extract_te, is_te
 from flightrec.sources.extract_torchao import from_torchao_float8, is_torchao_axiswise, is_torchao_float8, torchao_role
+from flightrec.sources.extract_torchao_mx import from_torchao_blocks, is_torchao_blocks
 from flightrec.sources.extract_wrapper import from_wrapper, is_wrapper
 from flightrec.sources.quantized import Quantized
 from flightrec.sources.sink import is_plain
@@ -69,7 +70,8 @@ def extract(quantized: object, columnwise: object = None) -> Extraction:
     """Take a quantized tensor apart.
 
     Args:
-        quantized: a ``Quantized``, finished ``QuantizedParts``, torchao's ``Float8TrainingTensor``, a quantized tensor
+        quantized: a ``Quantized``, finished ``QuantizedParts``, torchao's ``Float8TrainingTensor``,
+            ``Float8Tensor``, ``MXTensor`` or ``NVFP4Tensor``, a quantized tensor
             or storage object of Transformer Engine (the latter a plain Python object), a tensor of a torch quantized
             dtype (``qint8``, ...), a ``DTensor`` of any of these, or any wrapper subclass with ``__tensor_flatten__``
             (kept raw, under its class name). None if there is only ``columnwise``.
@@ -104,6 +106,8 @@ def _extract_one(value: object) -> Extraction:
         return Extraction(None, f"{class_name(value)} is not a quantized tensor that flightrec knows")
     if is_torchao_float8(value):
         return readable(from_torchao_float8(value))
+    if is_torchao_blocks(value):
+        return from_torchao_blocks(value)
     if sharded.is_dtensor(value):
         parts, reason = _extract_one(sharded.local_part(value))
         return Extraction(with_facts(parts, {"dtensor": sharded.facts_of(value)}) if parts else None, reason)

@@ -14,6 +14,7 @@ from flightrec.errors import IncidentError
 from flightrec.records import Key, Representation
 from flightrec.storage import files, schema, text
 from flightrec.storage.rank import Rank, StoredComponent
+from flightrec.storage.scale_age import ScaleAge
 
 HIGH_PRECISION = "high_precision"
 
@@ -162,6 +163,14 @@ class Record:
             name: _statistic(name, float(self._row[name]) if name in there else math.nan)
             for name in schema.STATISTIC_COLUMNS
         }
+
+    @property
+    def scale_age(self) -> ScaleAge | None:
+        """How long its scale has stood still; None without a scale, or where nothing earlier is known."""
+        if "scale_unchanged_iterations" not in (self._row.dtype.names or ()):  # a file before 1.2
+            return None
+        age = ScaleAge(int(self._row["scale_unchanged_iterations"]), int(self._row["scale_differed_iterations"]))
+        return age if age != ScaleAge() else None
 
     @property
     def components(self) -> tuple[StoredComponent, ...]:

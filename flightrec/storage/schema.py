@@ -13,7 +13,7 @@ from flightrec.records import Statistic
 FORMAT = "flightrec-incident"
 """Attribute ``format`` of every file of an incident."""
 
-FORMAT_VERSION = "1.1"
+FORMAT_VERSION = "1.2"
 """Attribute ``format_version``: a reader takes every file of its own major version; minor versions only add."""
 
 LIBVER = ("earliest", "v110")
@@ -47,6 +47,7 @@ QUANTIZED_STATISTICS = (
     "scale_inverse_error",
     "scale_nonfinite_count",
     "zero_scale_count",
+    "quantizer_amax",
 )
 """Those that it has of series with a quantized tensor beside."""
 
@@ -77,6 +78,9 @@ RECORD = np.dtype(
         ("path", TEXT_ID),  # group in the tensors file, empty without bytes
         ("reason", TEXT_ID),  # why no bytes were kept although they were selected
         *[(name, "<f8") for name in STATISTIC_COLUMNS],  # NaN where absent
+        # since 1.2, see ``scale_age.ScaleAge``:
+        ("scale_unchanged_iterations", "<i4"),
+        ("scale_differed_iterations", "<i4"),
     ]
 )
 """One row a record. Rows of one iteration lie together, in the order in which the tensors were seen."""

@@ -7,7 +7,8 @@ table: a group or an attribute a record would take minutes for an incident of 50
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import h5py
@@ -18,6 +19,7 @@ from flightrec.errors import FormatError
 from flightrec.records import NO_MICROBATCH, NUM_STATISTICS, Firing, Key, RecordLayout
 from flightrec.storage import history, schema, text
 from flightrec.storage.facts import Blind, Identity, IncidentFacts, IterationFacts, RankFiles
+from flightrec.storage.scale_age import UNKNOWN, ScaleAges
 
 RecordRows = Mapping[tuple[int, int, Key], int]
 """(attempt, iteration, key) -> row of ``/records``."""
@@ -53,15 +55,17 @@ def fill_facts(file: h5py.File, facts: IncidentFacts) -> None:
     text.write_text(file, "environment", text.to_json_text(facts.environment))
 
     records, rows = _record_rows(facts.iterations, facts.first_records(), table)
+    told = _tell_scale_ages(records, facts, problems)
     file.create_dataset("records", data=records)
     file.create_dataset("iterations", data=_iteration_rows(facts.iterations, facts.first_records(), table))
     firings = list(facts.firings)
     primary = next((index for index, firing in enumerate(firings) if _same(firing, facts.trigger)), None)
     if primary is None:
         firings, primary = [facts.trigger, *firings], 0
+    firings, trigger = [told(firing) for firing in firings], told(facts.trigger)
     fired = firing_rows(firings, table, rows)
     file.create_dataset("firings", data=fired)
-    _fill_trigger(file, facts.trigger, primary, int(fired[primary]["record"]))
+    _fill_trigger(file, trigger, primary, int(fired[primary]["record"]))
     file.create_dataset("quantizers", data=_quantizer_rows(facts.quantizers, table, problems))
     file.create_dataset("blind", data=blind_rows(facts.blind, table))
     history.fill_history(file, facts.history, facts.statistics, table, problems)
@@ -162,6 +166,8 @@ def _record_rows(
                     table.add(path),
                     table.add(layout.reason),
                     *absent,
+                    UNKNOWN,
+                    UNKNOWN,
                 )
             )
     records = np.array(rows, dtype=schema.RECORD)
@@ -174,6 +180,27 @@ def _record_rows(
         for column, name in enumerate(schema.STATISTIC_COLUMNS):
             records[name][first : first + len(statistics)] = statistics[:, column]
     return records, found
+
+
+def _tell_scale_ages(
+    records: npt.NDArray[np.void], facts: IncidentFacts, problems: list[str]
+) -> Callable[[Firing], Firing]:
+    """Fill in how long scales have stood still; gives what tells it in a firing. An error costs these columns only."""
+    for known in (
+        facts,
+        replace(facts, statistics=()),
+    ):  # a broken history leaves the incident's own words
+        try:
+            ages = ScaleAges(known)
+            told = {id(firing): ages.told(firing) for firing in (facts.trigger, *facts.firings)}
+            columns = ages.columns()
+        except Exception as error:
+            problem = f"ages of scales: {type(error).__name__}: {error}"
+            continue
+        records["scale_unchanged_iterations"], records["scale_differed_iterations"] = columns
+        return lambda firing: told.get(id(firing), firing)
+    problems.append(problem)
+    return lambda firing: firing
 
 
 class _LayoutTexts:
