@@ -1,0 +1,132 @@
+"""What Transformer Engine's quantizers know beside the codes: the recipe, and delayed scaling's live state.
+
+Owns a small cache of recipes as plain values. Reads references only: never synchronises, launches nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from flightrec.sources.te_layers import PACKAGE
+
+_QUANTIZED = f"{PACKAGE}.quantized_tensor"
+_MAX_RECIPES = 64
+_recipes: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id; the recipe is kept, so that its id is not used again
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveState:
+    """State of the quantizer that made an operand.
+
+    Attributes:
+        scale: float32 scalar that multiplies to encode; None unless it is the one that the codes were made with.
+        amax: float32 ``[1]``, running maximum since the last update of the scale; None without delayed scaling.
+        amax_history: float32 ``[history length]``, view into the module's history, or None.
+        recipe: the recipe's fields as plain values, and its class under ``class``.
+    """
+
+    scale: torch.Tensor | None
+    amax: torch.Tensor | None
+    amax_history: torch.Tensor | None
+    recipe: Mapping[str, Any]
+
+
+def is_storage(value: object) -> bool:
+    """Say whether this is one of Transformer Engine's quantized tensors or storage objects."""
+    kind = getattr(sys.modules.get(_QUANTIZED), "QuantizedTensorStorage", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def is_grouped(value: object) -> bool:
+    """Say whether this is one buffer for several experts (``GroupedTensorStorage``)."""
+    kind = getattr(sys.modules.get(f"{PACKAGE}.tensor.storage.grouped_tensor_storage"), "GroupedTensorStorage", None)
+    return kind is not None and isinstance(value, kind)
+
+
+def is_per_tensor(operand: object) -> bool:
+    """Say whether the operand's codes are the same for both directions: per-tensor FP8, whose transpose is a copy."""
+    return hasattr(operand, "_transpose") and hasattr(operand, "_scale_inv")
+
+
+def has_columnwise(operand: object) -> bool:
+    """Say whether the operand holds the codes that a wgrad product reads, or needs none of their own."""
+    if not is_storage(operand) or is_per_tensor(operand):
+        return True
+    names = ("_columnwise_data", "columnwise_data", "data_t")
+    return any(getattr(operand, name, None) is not None for name in names)
+
+
+def live_state(module: Any, operand: Any, *, is_current: bool) -> LiveState:
+    """State of an operand's quantizer.
+
+    Args:
+        module: the module or operation whose ``fp8_meta`` may hold the history.
+        operand: a quantized operand.
+        is_current: the operand was quantized in this very pass, so that the quantizer's scale is that of its codes.
+            Delayed scaling changes the scale later, on purpose.
+    """
+    quantizer = getattr(operand, "_quantizer", None)
+    recipe: Mapping[str, Any] = {}
+    history = None
+    scale, amax = getattr(quantizer, "scale", None), getattr(quantizer, "amax", None)
+    for meta in _metas(module):
+        if not recipe and meta.get("recipe") is not None:
+            recipe = recipe_fields(meta["recipe"])
+        if history is None and isinstance(amax, torch.Tensor):
+            history = _history(meta, amax)
+    if not is_current or not isinstance(scale, torch.Tensor) or not isinstance(amax, torch.Tensor):
+        return LiveState(None, None, None, recipe)
+    return LiveState(scale.detach(), amax.detach(), history, recipe)
+
+
+def _metas(module: Any) -> list[dict[str, Any]]:
+    metas = getattr(module, "_fp8_metas", None)  # an operation's, by mode
+    if isinstance(metas, dict):
+        return [meta for meta in metas.values() if isinstance(meta, dict)]
+    meta = getattr(module, "fp8_meta", None)
+    return [meta] if isinstance(meta, dict) else []
+
+
+def _history(meta: Mapping[str, Any], amax: torch.Tensor) -> torch.Tensor | None:
+    """Column of the module's amax history whose first element is ``amax``."""
+    for key in ("scaling_fwd", "scaling_bwd"):
+        history = getattr(meta.get(key), "amax_history", None)
+        if not isinstance(history, torch.Tensor) or history.dim() != 2 or history.shape[0] == 0:
+            continue
+        offset = amax.data_ptr() - history.data_ptr()
+        if 0 <= offset < history.shape[1] * history.element_size():
+            return history.detach()[:, offset // history.element_size()]
+    return None
+
+
+def recipe_fields(recipe: Any) -> Mapping[str, Any]:
+    """A recipe's fields as plain values: enumerations and functions by name."""
+    known = _recipes.get(id(recipe))
+    if known is not None and known[0] is recipe:
+        return known[1]
+    fields: dict[str, Any] = {"class": type(recipe).__name__}
+    if dataclasses.is_dataclass(recipe):
+        for field in dataclasses.fields(recipe):
+            fields[field.name] = _plain(getattr(recipe, field.name, None))
+    if len(_recipes) >= _MAX_RECIPES:
+        _recipes.clear()
+    _recipes[id(recipe)] = (recipe, fields)
+    return fields
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value.name if isinstance(value, enum.Enum) else value
+    if isinstance(value, enum.Enum):
+        return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (tuple, list)):
+        return [_plain(item) for item in value]
+    return getattr(value, "__qualname__", type(value).__qualname__)
