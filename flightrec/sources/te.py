@@ -81,7 +81,7 @@ class TeSource:
     @property
     def claims(self) -> Mapping[str, frozenset[str]]:
         """By layer, what this source records; give it to ``ModulesSource`` as ``skip``."""
-        return {name: layer.claims() for name, layer in self._layers.items()}
+        return {name: layer.claims() for layer in self._layers.values() for name in (layer.layer, layer.inner)}
 
     def attach(self) -> None:
         """Replace Transformer Engine's functions, if the model has layers of interest."""

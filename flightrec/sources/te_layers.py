@@ -46,6 +46,7 @@ class TeLayer:
 
     Attributes:
         layer: the module's name, as the stamps have it; for a ``BasicLinear`` inside ``te.ops.Linear`` the latter's.
+        inner: the name of the module that holds the weights; mostly the same.
         module: the module that holds the weights.
         kind: what it is.
         products: name under which each product is recorded: the layer's own, or ``.fc1``, ``.fc2``, ``.gemm_<i>``.
@@ -54,6 +55,7 @@ class TeLayer:
     """
 
     layer: str
+    inner: str
     module: nn.Module
     kind: Kind
     products: tuple[str, ...]
@@ -85,7 +87,7 @@ def find_layers(model: nn.Module) -> list[TeLayer]:
                 names.setdefault(id(inner), name)
         for kind, known in classes.items():
             if isinstance(module, known):
-                layers.append(_layer(names.get(id(module), name), module, kind))
+                layers.append(_layer(names.get(id(module), name), name, module, kind))
                 break
     return layers
 
@@ -96,14 +98,14 @@ def loaded_class(path: str) -> Any:
     return getattr(sys.modules.get(f"{PACKAGE}.{module}"), name, None)
 
 
-def _layer(layer: str, module: Any, kind: Kind) -> TeLayer:
+def _layer(layer: str, inner: str, module: Any, kind: Kind) -> TeLayer:
     weights = tuple(_weights(module, kind))
     products: tuple[str, ...] = (layer,)
     if kind is Kind.LAYERNORM_MLP:
         products = (_join(layer, "fc1"), _join(layer, "fc2"))
     elif kind.is_grouped:
         products = tuple(_join(layer, f"gemm_{i}") for i in range(len(weights)))
-    return TeLayer(layer, module, kind, products, weights, _gathered(module, kind, len(products)))
+    return TeLayer(layer, inner, module, kind, products, weights, _gathered(module, kind, len(products)))
 
 
 def _weights(module: Any, kind: Kind) -> Iterator[tuple[str, ...]]:

@@ -15,7 +15,7 @@ import torch
 
 from flightrec.records import Phase, Stage
 from flightrec.sources.te_run import Listener, Run
-from flightrec.sources.te_state import has_columnwise, is_grouped, is_storage
+from flightrec.sources.te_state import has_columnwise, has_own_columnwise, is_grouped, is_storage
 
 COLUMNWISE = "columnwise"
 """Part of a gradient's record that holds only the codes of the wgrad product, where the dgrad's operand lacked them."""
@@ -81,7 +81,7 @@ def _operand(run: Run, direction: str, index: int, which: str, operand: Any) -> 
     elif which == "a" and direction == "dgrad":
         _weight(run, index, operand, Stage.BACKWARD)
     elif which == "a":
-        if ("activation", index) not in run.shared.columnwise and is_storage(operand):
+        if ("activation", index) not in run.shared.columnwise and has_own_columnwise(operand):
             _backward(run, index, "activation", operand)
     elif direction == "dgrad":
         run.shared.gradients.add(index)

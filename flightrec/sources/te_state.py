@@ -54,9 +54,14 @@ def is_per_tensor(operand: object) -> bool:
     return hasattr(operand, "_transpose") and hasattr(operand, "_scale_inv")
 
 
+def has_own_columnwise(operand: object) -> bool:
+    """Say whether a wgrad product reads other codes of such an operand than the forward product."""
+    return is_storage(operand) and not is_per_tensor(operand)
+
+
 def has_columnwise(operand: object) -> bool:
     """Say whether the operand holds the codes that a wgrad product reads, or needs none of their own."""
-    if not is_storage(operand) or is_per_tensor(operand):
+    if not has_own_columnwise(operand):
         return True
     names = ("_columnwise_data", "columnwise_data", "data_t")
     return any(getattr(operand, name, None) is not None for name in names)
