@@ -1,8 +1,8 @@
 """Transformer Engine's own modules where there is no GPU: the few kernels that they call, written in torch.
 
-``running`` lets the real ``te.Linear``, ``LayerNormLinear``, ``LayerNormMLP``, ``GroupedLinear`` and the
-``te.ops`` run forward and backward on a CPU, without FP8 and with per-tensor FP8 (delayed and current scaling). The
-kernels compute what the real ones compute, not bit for bit; everything above them is Transformer Engine's own code.
+``running`` lets the real ``te.Linear``, ``LayerNormLinear``, ``LayerNormMLP``, ``GroupedLinear`` and the ``te.ops`` run
+forward and backward on a CPU, without FP8, with per-tensor FP8 (delayed and current scaling) and with FP8 block
+scaling. The kernels compute what the real ones compute, not bit for bit; all above them is Transformer Engine's own.
 """
 
 from __future__ import annotations
@@ -48,6 +48,11 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
 def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
     if quantizer is None:
         return tensor
+    if hasattr(quantizer, "block_len"):
+        made = _quantize_blocks(tensor.detach(), quantizer, output)
+        if watching:
+            quantized_from.append((tensor.detach().clone(), made))
+        return made
     code = int(quantizer.dtype)
     source = tensor.detach()
     amax = source.abs().amax().float() if source.numel() else torch.zeros(())
@@ -77,6 +82,61 @@ def quantize(tensor: torch.Tensor, quantizer: Any, output: Any = None, noop: Any
     return result
 
 
+def _quantize_blocks(source: torch.Tensor, quantizer: Any, output: Any) -> Any:
+    """Blocks of 1 x 128, or 128 x 128, with scales that are powers of 2; column-wise codes stand transposed."""
+    values = source.reshape(-1, source.shape[-1]).float()
+    sides: dict[str, Any] = dict.fromkeys(
+        ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
+    )
+    for side, used, matrix, shape in (
+        ("rowwise", quantizer.rowwise_usage, values, source.shape),
+        ("columnwise", quantizer.columnwise_usage, values.t(), quantizer.get_columnwise_shape(source.shape)),
+    ):
+        if used:
+            codes, scale_inv = _blocks(matrix, int(quantizer.dtype), quantizer.block_scaling_dim == 2)
+            held = torch.zeros(*quantizer.get_scale_shape(source.shape, columnwise=side == "columnwise"))
+            held[: scale_inv.shape[0], : scale_inv.shape[1]] = scale_inv
+            sides[f"{side}_data"], sides[f"{side}_scale_inv"] = codes.reshape(*shape), held
+    if output is not None:
+        for name, tensor in sides.items():
+            setattr(output, f"_{name}", tensor)
+        return output
+    package = importlib.import_module(f"{te_cpu._PACKAGE}.tensor")
+    shared = {
+        **sides, "fp8_dtype": quantizer.dtype, "quantizer": quantizer, "is_2D_scaled": quantizer.block_scaling_dim == 2
+    }  # fmt: skip
+    if quantizer.internal:
+        return package.Float8BlockwiseQTensorStorage(fake_dtype=source.dtype, **shared)
+    return package.Float8BlockwiseQTensor(shape=source.shape, dtype=source.dtype, device=source.device, **shared)
+
+
+def _blocks(matrix: torch.Tensor, code: int, is_square: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes, and inverse scales as they are held: [rows/128, columns/128], or transposed [columns/128, rows]."""
+    rows, columns = matrix.shape
+    height = 128 if is_square else 1
+    padded = functional.pad(matrix, (0, -columns % 128, 0, -rows % height))
+    tiles = padded.reshape(padded.shape[0] // height, height, padded.shape[1] // 128, 128)
+    amax = tiles.abs().amax(dim=(1, 3))
+    scale = torch.where(amax > 0, torch.exp2(torch.floor(torch.log2(FP8_MAX[code] / amax.clamp(min=1e-30)))), 1.0)
+    codes = (tiles * scale[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    scale_inv = scale.reciprocal()
+    codes = codes.contiguous().to(FP8_DTYPES[code]).view(torch.uint8)
+    return codes, scale_inv if is_square else scale_inv.t().contiguous()
+
+
+def _decoded_blocks(tensor: Any, side: str) -> torch.Tensor:
+    data, scales = getattr(tensor, f"_{side}_data"), getattr(tensor, f"_{side}_scale_inv")
+    matrix = data.reshape(data.shape[0], -1) if side == "columnwise" else data.reshape(-1, data.shape[-1])
+    values = matrix.view(FP8_DTYPES[int(tensor._fp8_dtype)]).float()
+    rows, columns = values.shape
+    if tensor._is_2D_scaled:
+        factors = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    else:
+        factors = scales.t()[:rows].repeat_interleave(128, 1)[:, :columns]
+    values = values * factors
+    return values.t() if side == "columnwise" else values.reshape(data.shape)
+
+
 def _make(quantizer: Any, data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> Any:
     package = importlib.import_module(f"{te_cpu._PACKAGE}.tensor")
     transpose = _transposed(data) if quantizer.columnwise_usage else None
@@ -99,8 +159,10 @@ def fp8_transpose(data: torch.Tensor, dtype: Any, *, out: torch.Tensor | None = 
     return made if out is None else out.copy_(made)
 
 
-def decoded(tensor: Any, direction: str = "any") -> torch.Tensor:
-    """Values of an operand in float32, in logical order."""
+def decoded(tensor: Any, side: str = "rowwise") -> torch.Tensor:
+    """Values of an operand in float32, in logical order; of blocks those of one side."""
+    if hasattr(tensor, "_rowwise_data"):
+        return _decoded_blocks(tensor, side)
     if not hasattr(tensor, "_scale_inv"):
         return tensor.detach().float()
     data = tensor._data
@@ -146,7 +208,7 @@ def generic_gemm(
     comm_overlap: Any = None, comm_type: Any = None, extra_output: Any = None, bulk_overlap: bool = False,
     alpha: float = 1.0, beta: float = 0.0,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
-    first, second = decoded(a), decoded(b)
+    first, second = decoded(a, "rowwise" if transa else "columnwise"), decoded(b, "columnwise" if transb else "rowwise")
     shape = second.shape
     first, second = first.reshape(-1, first.shape[-1]), second.reshape(-1, second.shape[-1])
     bias_grad = gelu_input = None
@@ -180,16 +242,21 @@ def generic_gemm(
         made = quantize(made, quantizer)
     if watching:
         products.append(
-            {"a": _copy(a), "b": _copy(b), "layout": ("T" if transa else "N") + ("T" if transb else "N"),
+            {"a": _copy(a, "rowwise" if transa else "columnwise"), "b": _copy(b, "columnwise" if transb else "rowwise"),
+             "layout": ("T" if transa else "N") + ("T" if transb else "N"),
              "out": _copy(made), "gelu_input": _copy(gelu_input), "accumulate": accumulate}
         )  # fmt: skip
     return made, bias_grad, gelu_input, extra_output
 
 
-def _copy(operand: Any) -> Any:
-    """Raw bytes of an operand, cloned."""
+def _copy(operand: Any, side: str = "rowwise") -> Any:
+    """Codes that were read, in logical order, and the inverse scales, as they are held; or a plain tensor. Cloned."""
     if operand is None:
         return None
+    if hasattr(operand, "_rowwise_data"):
+        data = getattr(operand, f"_{side}_data")
+        data = data.movedim(0, -1) if side == "columnwise" else data
+        return data.clone(memory_format=torch.contiguous_format), getattr(operand, f"_{side}_scale_inv").clone(), side
     if hasattr(operand, "_scale_inv"):
         data = operand._data if operand._data is not None else operand._transpose.movedim(0, -1)
         return data.clone(memory_format=torch.contiguous_format), operand._scale_inv.clone()
@@ -391,6 +458,8 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.SimpleNamespace]:
     for place in (distributed, mlp):
         monkeypatch.setattr(place, "_get_cuda_rng_state", lambda *_, **__: None, raising=False)
         monkeypatch.setattr(place, "_set_cuda_rng_state", lambda *_, **__: None, raising=False)
+    quantization: Any = sys.modules[f"{te_cpu._PACKAGE}.quantization"]
+    monkeypatch.setattr(quantization, "_FP8_BLOCK_SCALING_SUPPORT", (True, ""))
     monkeypatch.setattr(distributed, "has_te_modules", lambda function: True)  # looking would import attention
     te.state.reset()
     try:

@@ -16,7 +16,7 @@ from flightrec.sources import te_patch
 from flightrec.sources.te_run import current_run
 
 PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL)
-RECIPES = ("none", "delayed", "current")
+RECIPES = ("none", "delayed", "current", "block")
 KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "LayerNormMLP checkpoint", "GroupedLinear", "ops", "ops grouped")
 BF16 = torch.bfloat16
 
@@ -98,7 +98,8 @@ def expected_calls(kind: str) -> list[tuple[str, str]]:
 def recipe_of(te: Any, name: str) -> Any:
     if name == "delayed":
         return te.recipe.DelayedScaling(amax_history_len=4, amax_compute_algo="max", margin=1)
-    return te.recipe.Float8CurrentScaling() if name == "current" else None
+    made = {"current": te.recipe.Float8CurrentScaling, "block": te.recipe.Float8BlockScaling, "none": lambda: None}
+    return made[name]()
 
 
 def batch(seed: int, rows: int = 48) -> torch.Tensor:
@@ -124,8 +125,13 @@ def same(seen: Any, operand: Any) -> bool:
     if not isinstance(operand, tuple):
         return seen.quantized is None and torch.equal(bits(seen.tensor), bits(operand))
     parts = seen.quantized.components
-    codes, scale_inv = operand
-    return torch.equal(parts["data"].view(torch.uint8), codes) and torch.equal(parts["scale_inv"], scale_inv)
+    codes, scale_inv = operand[:2]
+    prefix = "columnwise_" if operand[2:] == ("columnwise",) else ""
+    if f"{prefix}data" not in parts:
+        return False
+    logical = parts[f"{prefix}data"].reshape(codes.shape)
+    held = sorted(scale_inv[scale_inv > 0].tolist())  # padding is cropped, and the order may be the logical one
+    return torch.equal(logical, codes) and sorted(parts[f"{prefix}scale_inv"].flatten().tolist()) == held
 
 
 # -- what is recorded of each kind of layer
@@ -145,14 +151,14 @@ def test_every_operand_and_result_is_recorded_as_the_kernel_had_it_under_its_lay
                 names = expected_calls(kind)
                 assert [layout.replace("recompute", "TN") for _, layout in names] == found
                 for (name, layout), call in zip(names, calls, strict=True):
-                    check_call(sink, iteration, microbatch, kind, name, layout, call)
+                    check_call(sink, iteration, microbatch, name, layout, call)
             watch.step()
     assert not sink.errors
     assert set(sink.blinds) <= {("", "operations of te.ops.Sequential"), ("layer.fc2", "dgrad")}
     assert_untouched(model)
 
 
-def check_call(sink, iteration, microbatch, kind, name, layout, call) -> None:
+def check_call(sink, iteration, microbatch, name, layout, call) -> None:
     def one(tensor, stage, phase=Phase.TRAIN, part=""):
         return sink.one(name, tensor, iteration, microbatch=microbatch, stage=stage, phase=phase, part=part)
 
@@ -163,13 +169,17 @@ def check_call(sink, iteration, microbatch, kind, name, layout, call) -> None:
         assert same(one("output", FORWARD, phase), made)
         if microbatch == 0 and layout == "TN":
             assert same(one("weight", FORWARD), call["a"])
-        assert len(sink.find(name, "weight", iteration)) == 1
+        assert len(sink.find(name, "weight", iteration, stage=FORWARD)) == 1
     elif layout == "NN":
         assert same(one("gradient", BACKWARD), call["b"])
+        assert microbatch or any(same(seen, call["a"]) for seen in sink.find(name, "weight", iteration))
         if ("layer.fc2", "dgrad") not in sink.blinds or name != "layer.fc2":
             assert same(one("dgrad", BACKWARD), call["out"])
     else:
         assert same(one("wgrad", BACKWARD), call["out"])
+        assert same(one("gradient", BACKWARD), call["b"])
+        found = sink.find(name, "activation", iteration, microbatch=microbatch, phase=Phase.TRAIN)
+        assert sum(same(seen, call["a"]) for seen in found) == 1
 
 
 @pytest.mark.parametrize("recipe_name", RECIPES)
@@ -274,7 +284,7 @@ def test_delayed_scaling_comes_with_its_scale_its_amax_and_the_history_as_they_w
     assert not torch.equal(histories[0], histories[2])
 
 
-def test_a_weight_that_was_quantized_in_an_earlier_microbatch_has_no_partner_and_no_live_scale(te):
+def test_a_weight_that_was_quantized_in_an_earlier_microbatch_has_no_partner_and_a_scale_that_may_have_moved(te):
     model, recipe, sink = Layer(te, "Linear"), recipe_of(te, "delayed"), sink_of()
     with Watch(model, sink) as watch:
         for microbatch in range(2):
@@ -284,9 +294,9 @@ def test_a_weight_that_was_quantized_in_an_earlier_microbatch_has_no_partner_and
     fresh, kept = sink.find("layer", "weight")
     assert (fresh.iteration, kept.iteration) == (0, 1)
     assert torch.equal(fresh.tensor, model.layer.weight.detach())
-    assert "scale" in fresh.quantized.components
+    assert "live" not in fresh.quantized.info.metadata
     assert kept.tensor is None
-    assert "scale" not in kept.quantized.components
+    assert "scale" in kept.quantized.info.metadata["live"]
     assert torch.equal(kept.quantized.components["data"], fresh.quantized.components["data"])
 
 

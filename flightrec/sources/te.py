@@ -23,6 +23,7 @@ from torch import nn
 from flightrec.records import Phase, Stage
 from flightrec.sources import te_patch
 from flightrec.sources.base import Keeper
+from flightrec.sources.extract_te import QuantizerState
 from flightrec.sources.observe import observe
 from flightrec.sources.sink import Sink, quiet
 from flightrec.sources.stamps import Stamp, Stamps
@@ -30,7 +31,7 @@ from flightrec.sources.te_layers import Kind, TeLayer, find_layers, unseen_parts
 from flightrec.sources.te_parts import parts_of
 from flightrec.sources.te_products import rows_of
 from flightrec.sources.te_run import Listener, Run
-from flightrec.sources.te_state import LiveState, has_columnwise, is_storage, live_state
+from flightrec.sources.te_state import has_columnwise, is_storage, state_of
 
 _PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL)
 _PRODUCT_TENSORS = ("activation", "weight", "gradient", "output", "wgrad", "dgrad")
@@ -185,10 +186,8 @@ class TeSource:
                 if not is_storage(operand):
                     self._plain(name, tensor, operand, listener.stamp, phase, stage, part)
                 else:
-                    facts: dict[str, Any] = {}
-                    if tensor in listener.layer.gathered[index]:
-                        facts["gathered"] = True
-                    self._quantized(listener, run, name, tensor, operand, phase, stage, part, facts)
+                    is_gathered = tensor in listener.layer.gathered[index]
+                    self._quantized(listener, run, name, tensor, operand, phase, stage, part, is_gathered)
         except Exception as error:
             self._keeper.fail(name, error)
 
@@ -206,7 +205,7 @@ class TeSource:
                 plain, splits = rows_of(operand)
                 parts = None
                 if plain is None:
-                    parts, reason = parts_of(operand, LiveState(None, None, None, {}), {})
+                    parts, reason = parts_of(operand, QuantizerState())
                     if parts is None:
                         self._keeper.blind(name, tensor, reason)
                         return
@@ -241,19 +240,18 @@ class TeSource:
 
     def _quantized(
         self, listener: Listener, run: Run, name: str, tensor: str, operand: Any, phase: Phase, stage: Stage,
-        part: str, facts: dict[str, Any],
+        part: str, is_gathered: bool,
     ) -> None:  # fmt: skip
         is_current = run.was_quantized_here(operand) or ((tensor, stage) in _MADE_IN_THEIR_PASS and not run.is_delayed)
-        live = live_state(listener.layer.module, operand, is_current=is_current)
+        state = state_of(listener.layer.module, operand, at_quantizing=is_current)
         partner = run.partner(operand)
         plain = None
         if partner is not None:
             plain = observe(partner).plain
             if plain is not None:
                 plain = plain.reshape(operand.shape) if plain.numel() == operand.shape.numel() else None
-        if plain is None:
-            facts["high_precision"] = _NO_PARTNER
-        parts, reason = parts_of(operand, live, facts)
+        facts = (("high_precision", _NO_PARTNER),) if plain is None else ()
+        parts, reason = parts_of(operand, state, (*facts, *((("gathered", True),) if is_gathered else ())))
         if parts is None:
             self._keeper.blind(name, tensor, reason)
             return

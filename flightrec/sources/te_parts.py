@@ -1,45 +1,36 @@
-"""Joins an operand of a Transformer Engine product with its quantizer's state into what a sink takes.
+"""Joins an operand of a Transformer Engine product with what the tap knows of it into what a sink takes.
 
-Owns nothing. Reads references only: never synchronises, launches nothing.
+Owns a cache of metadata. Reads references only: never synchronises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
-import torch
-
 from flightrec.records import QuantizerInfo
-from flightrec.ring.layout import QuantizedParts
-from flightrec.sources.extract import Extraction, with_facts
-from flightrec.sources.te_state import LiveState
+from flightrec.sources.extract_base import Extraction, with_facts
+from flightrec.sources.extract_te import QuantizerState, extract_te
+
+_MAX_INFOS = 4096
+_infos: dict[tuple[int, tuple[tuple[str, Any], ...]], tuple[QuantizerInfo, QuantizerInfo]] = {}
 
 
-def parts_of(operand: Any, live: LiveState, facts: Mapping[str, Any]) -> Extraction:
+def parts_of(operand: Any, state: QuantizerState, facts: tuple[tuple[str, Any], ...] = ()) -> Extraction:
     """Take an operand apart.
 
     Args:
         operand: one of Transformer Engine's quantized tensors or storage objects.
-        live: the state of its quantizer.
-        facts: more metadata.
+        state: of its quantizer.
+        facts: more metadata; the same facts give the same metadata object.
     """
-    codes = {7: "float8_e4m3fn", 8: "float8_e5m2"}
-    components: dict[str, torch.Tensor] = {}
-    data = operand._data if operand._data is not None else operand._transpose.movedim(0, -1)
-    components["data"] = data.detach()
-    components["scale_inv"] = operand._scale_inv.detach()
-    for name in ("scale", "amax", "amax_history"):
-        tensor = getattr(live, name)
-        if tensor is not None:
-            components[name] = tensor
-    kind = type(operand)
-    info = QuantizerInfo(
-        f"{kind.__module__}.{kind.__qualname__}",
-        codes[int(operand._fp8_dtype)],
-        "multiply_to_decode",
-        (),
-        {"recipe": dict(live.recipe)},
-    )
-    parts = QuantizedParts(info, components, {"data": info.format}, pair_codes="data")
-    return Extraction(with_facts(parts, facts) if facts else parts)
+    parts, reason = extract_te(operand, state=state)
+    if parts is None or not facts:
+        return Extraction(parts, reason)
+    key = (id(parts.info), facts)
+    known = _infos.get(key)
+    if known is None or known[0] is not parts.info:
+        if len(_infos) >= _MAX_INFOS:
+            _infos.clear()
+        known = _infos[key] = (parts.info, with_facts(parts, dict(facts)).info)  # the first keeps its id its own
+    return Extraction(dataclasses.replace(parts, info=known[1]))

@@ -13,28 +13,12 @@ from typing import Any
 
 import torch
 
+from flightrec.sources.extract_te import QuantizerState
 from flightrec.sources.te_layers import PACKAGE
 
 _QUANTIZED = f"{PACKAGE}.quantized_tensor"
 _MAX_RECIPES = 64
 _recipes: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id; the recipe is kept, so that its id is not used again
-
-
-@dataclasses.dataclass(frozen=True)
-class LiveState:
-    """State of the quantizer that made an operand.
-
-    Attributes:
-        scale: float32 scalar that multiplies to encode; None unless it is the one that the codes were made with.
-        amax: float32 ``[1]``, running maximum since the last update of the scale; None without delayed scaling.
-        amax_history: float32 ``[history length]``, view into the module's history, or None.
-        recipe: the recipe's fields as plain values, and its class under ``class``.
-    """
-
-    scale: torch.Tensor | None
-    amax: torch.Tensor | None
-    amax_history: torch.Tensor | None
-    recipe: Mapping[str, Any]
 
 
 def is_storage(value: object) -> bool:
@@ -67,27 +51,27 @@ def has_columnwise(operand: object) -> bool:
     return any(getattr(operand, name, None) is not None for name in names)
 
 
-def live_state(module: Any, operand: Any, *, is_current: bool) -> LiveState:
-    """State of an operand's quantizer.
+def state_of(module: Any, operand: Any, *, at_quantizing: bool) -> QuantizerState:
+    """What a module knows of the quantizer that made an operand.
 
     Args:
-        module: the module or operation whose ``fp8_meta`` may hold the history.
+        module: the module or operation whose ``fp8_meta`` may hold the recipe and the history.
         operand: a quantized operand.
-        is_current: the operand was quantized in this very pass, so that the quantizer's scale is that of its codes.
-            Delayed scaling changes the scale later, on purpose.
+        at_quantizing: the operand was quantized in this very pass, so that the quantizer's scale is that of its codes.
     """
-    quantizer = getattr(operand, "_quantizer", None)
     recipe: Mapping[str, Any] = {}
     history = None
+    quantizer = getattr(operand, "_quantizer", None)
     scale, amax = getattr(quantizer, "scale", None), getattr(quantizer, "amax", None)
-    for meta in _metas(module):
+    metas = _metas(module)
+    for meta in metas:
         if not recipe and meta.get("recipe") is not None:
             recipe = recipe_fields(meta["recipe"])
-        if history is None and isinstance(amax, torch.Tensor):
-            history = _history(meta, amax)
-    if not is_current or not isinstance(scale, torch.Tensor) or not isinstance(amax, torch.Tensor):
-        return LiveState(None, None, None, recipe)
-    return LiveState(scale.detach(), amax.detach(), history, recipe)
+    if not isinstance(scale, torch.Tensor) or not isinstance(amax, torch.Tensor):
+        return QuantizerState(recipe=recipe, at_quantizing=at_quantizing)
+    for meta in metas:
+        history = _history(meta, amax) if history is None else history
+    return QuantizerState(scale, amax, history, recipe, at_quantizing)
 
 
 def _metas(module: Any) -> list[dict[str, Any]]:
