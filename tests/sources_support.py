@@ -49,7 +49,7 @@ class RecordingSink:
 
     def capture(
         self, layer, tensor, *, part="", microbatch, phase, call, stage, high_precision=None, quantized=None,
-        columnwise=None,
+        columnwise=None, splits=None,
     ) -> None:  # fmt: skip
         key = Key(layer, tensor, part, microbatch, phase, call, stage)
         if self.fail_on is not None and self.fail_on(key):

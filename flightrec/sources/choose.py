@@ -12,13 +12,14 @@ from flightrec.sources.base import Source as AnySource
 from flightrec.sources.modules import ModulesSource
 from flightrec.sources.sink import Sink
 from flightrec.sources.stamps import Stamps
+from flightrec.sources.te import TeSource
 from flightrec.sources.torchao import TorchaoSource
 
 __all__ = ["AnySource", "choose_sources"]
 
 
 def choose_sources(model: nn.Module, sink: Sink) -> list[AnySource]:
-    """Make the sources for a model: ``torchao`` for its Float8 products, ``modules`` for the rest.
+    """Make the sources for a model: ``te`` and ``torchao`` for their products, ``modules`` for the rest.
 
     Args:
         model: the model to observe.
@@ -34,7 +35,7 @@ def choose_sources(model: nn.Module, sink: Sink) -> list[AnySource]:
         raise AttachError(f"attach: expected a torch.nn.Module, got {type(model).__qualname__}")
     stamps = Stamps(model, sink)
     torchao = TorchaoSource(model, sink, stamps)
-    modules = ModulesSource(model, sink, skip=torchao.claims, stamps=stamps)
-    if torchao.has_work:
-        return [torchao, modules]
-    return [modules] if modules.has_work else []
+    te = TeSource(model, sink, stamps)
+    modules = ModulesSource(model, sink, skip={**torchao.claims, **te.claims}, stamps=stamps)
+    taps: list[AnySource] = [tap for tap in (torchao, te) if tap.has_work]
+    return [*taps, modules] if taps or modules.has_work else []

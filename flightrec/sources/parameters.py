@@ -64,7 +64,7 @@ class Parameters:
         model: the attached model.
         keeper: takes the tensors.
         stamps: tells a backward pass's microbatch.
-        skip: by layer, tensors that another source records.
+        skip: by layer, tensors that another source records; ``wgrad.<name>`` for that of one parameter only.
     """
 
     def __init__(self, model: nn.Module, keeper: Keeper, stamps: Stamps, skip: Mapping[str, frozenset[str]]) -> None:
@@ -163,6 +163,8 @@ def slots(model: nn.Module, sink: Sink, tensor: str, skip: Mapping[str, frozense
         if tensor in skip.get(layer, frozenset()) or sink.selects(layer, tensor, Phase.TRAIN) is None:
             continue
         for name, parameter in module._parameters.items():
+            if f"{tensor}.{name}" in skip.get(layer, frozenset()):
+                continue
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 found.append(Slot(layer, module, name))

@@ -66,6 +66,11 @@ def is_product(module: nn.Module) -> bool:
     return weight is not None and not is_lazy(weight) and weight.dim() >= 2
 
 
+def normalizes_first(module: nn.Module) -> bool:
+    """Say whether what enters the module is not what its product reads (Transformer Engine's ``LayerNormLinear``)."""
+    return "layer_norm_weight" in module._parameters
+
+
 def plan_layers(model: nn.Module, sink: Sink, skip: Mapping[str, frozenset[str]]) -> list[LayerPlan]:
     """Plan every module of the model, each under its first name.
 
@@ -86,7 +91,7 @@ def _plan(layer: str, module: nn.Module, sink: Sink, skip: frozenset[str], owner
     product = is_product(module)
     plan = LayerPlan(layer, module)
     if not is_lookup(module):
-        name = "activation" if product else "input"
+        name = "activation" if product and not normalizes_first(module) else "input"
         plan.entering = dict.fromkeys(phases(name), name)
         plan.dgrad = _GRADIENT_PHASE in phases("dgrad")
     plan.output = frozenset(phases("output"))

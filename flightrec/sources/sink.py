@@ -42,6 +42,7 @@ class Sink(Protocol):
         high_precision: torch.Tensor | None = None,
         quantized: object | None = None,
         columnwise: object | None = None,
+        splits: torch.Tensor | None = None,
     ) -> None:
         """Keep one sighting of a tensor; called after ``selects`` said yes for (layer, tensor, phase).
 
@@ -57,6 +58,7 @@ class Sink(Protocol):
                 during the call and not referenced afterwards.
             quantized: what ``extract`` takes (a quantized tensor, a ``Quantized`` or finished ``QuantizedParts``).
             columnwise: a second quantized tensor of the same values for the other direction of the product, or None.
+            splits: integers ``[E]``, how many rows belong to each expert where one buffer serves several, or None.
         """
 
     def blind(self, layer: str, tensor: str, reason: str) -> None:
