@@ -159,7 +159,7 @@ class Session:
             if self._latest is None:
                 return
             self._settle()
-            self._latest += 1
+            self._latest = int(getattr(_manager(), "_trainer_iteration_count", self._latest + 1))
 
     def close(self) -> None:
         """The feature's life ends: judge what was recorded, write what is pending. Waits for the writer."""
