@@ -39,9 +39,7 @@ def debug_quantizer(layer: str, tensor: str, kind: str | None = None) -> Any:
 
 
 def keys(incident: flightrec.Incident, **where: Any) -> list[tuple[int, str, str, int, int]]:
-    return [
-        (r.iteration, r.key.layer, r.key.tensor, r.key.microbatch, r.key.call) for r in incident.records(**where)
-    ]
+    return [(r.iteration, r.key.layer, r.key.tensor, r.key.microbatch, r.key.call) for r in incident.records(**where)]
 
 
 def test_a_nan_is_found_in_its_layer_tensor_and_iteration(tmp_path: Path) -> None:
@@ -477,7 +475,9 @@ def test_a_refused_configuration_switches_the_feature_off_and_says_why(
         "flight:\n  enabled: True\n  layers: {layer_name_regex_pattern: .*}\n  transformer_engine:\n"
         "    FlightRecorder:\n      enabled: True\n      tensors: [activation]\n      ring: {iteratons: 4}\n"
     )
-    where = f"{file}:8:14: flight.transformer_engine.FlightRecorder.ring.iteratons: unknown key, did you mean iterations"
+    where = (
+        f"{file}:8:14: flight.transformer_engine.FlightRecorder.ring.iteratons: unknown key, did you mean iterations"
+    )
     with pytest.raises(flightrec.ConfigError, match="did you mean iterations"):
         flightrec.feature_directory(file)
     net = DebugLinear("fc1")

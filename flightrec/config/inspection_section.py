@@ -151,6 +151,15 @@ class TensorPlan:
                 return now, candidate
         return now, None
 
+    def describe(self) -> str:
+        """In a few words: which tensor, what is kept, when."""
+        spans = [f"{first} on" if last is None else f"{first} to {last}" for first, last in self.intervals]
+        when = "in every iteration" if self.freq == 1 else f"every {self.freq} iterations"
+        if spans != ["0 on"]:
+            when += f", from {' and '.join(spans)}"
+        phases = "" if self.phases == (Phase.TRAIN,) else f", in {', '.join(phase.value for phase in self.phases)}"
+        return f"{self.tensor} (keeps {', '.join(sorted(self.keep))}) {when}{phases}"
+
 
 def section_of(raw: Mapping[str, Any], path: Path, problems: list[Problem]) -> FlightRecorderSection | None:
     """A checked section; None if something is wrong, which ``problems`` then hold.
