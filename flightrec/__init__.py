@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from flightrec.analysis.incident import Incident as Incident
     from flightrec.analysis.incident import open_incident as open  # noqa: A004
     from flightrec.config.model import Config as Config
+    from flightrec.inspection.paths import check_inspect as check_inspect
+    from flightrec.inspection.paths import feature_directory as feature_directory
+    from flightrec.inspection.session import inspect_recorder as inspect_recorder
     from flightrec.recorder import Recorder as Recorder
     from flightrec.sources.quantized import Quantized as Quantized
 
@@ -33,9 +36,12 @@ _LAZY = {
     "Incident": ("flightrec.analysis.incident", "Incident"),
     "Quantized": ("flightrec.sources.quantized", "Quantized"),
     "Recorder": ("flightrec.recorder", "Recorder"),
+    "check_inspect": ("flightrec.inspection.paths", "check_inspect"),
+    "feature_directory": ("flightrec.inspection.paths", "feature_directory"),
+    "inspect_recorder": ("flightrec.inspection.session", "inspect_recorder"),
     "open": ("flightrec.analysis.incident", "open_incident"),
 }
-_NEED_TORCH = frozenset({"Quantized", "Recorder"})
+_NEED_TORCH = frozenset({"Quantized", "Recorder", "inspect_recorder"})
 
 __all__ = [
     "AttachError",
@@ -51,6 +57,9 @@ __all__ = [
     "RingMemoryError",
     "WriterError",
     "__version__",
+    "check_inspect",
+    "feature_directory",
+    "inspect_recorder",
     "open",
 ]
 

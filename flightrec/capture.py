@@ -17,7 +17,7 @@ import torch
 from flightrec.boundary import last_word, shown
 from flightrec.budget.rotation import Rotation
 from flightrec.config.model import Config
-from flightrec.config.selection import Selection
+from flightrec.config.selection import Keep, Selection
 from flightrec.engine import Engine
 from flightrec.hosthooks import describe
 from flightrec.records import NO_MICROBATCH, TENSORS, Key, Phase, Stage
@@ -98,10 +98,11 @@ class Capture:
         valid_rows: int | torch.Tensor | None = None,
         rotates: bool = True,
         splits: torch.Tensor | Sequence[int] | None = None,
+        keep: frozenset[Keep] | None = None,
     ) -> None:
         """Keep one sighting of a tensor; see the protocol. Never raises: what fails is disarmed and told once.
 
-        Without ``rotates`` a budget does not matter: an explicit wish takes no turns.
+        Without ``rotates`` a budget does not matter: an explicit wish takes no turns. ``keep`` overrules the selection.
         """
         engine = self.engine
         if self.off or engine is None:
@@ -134,7 +135,7 @@ class Capture:
                 Key(layer, tensor, part, microbatch, phase, call, stage),
                 high_precision=high_precision,
                 quantized=parts,
-                keep=selection.keep,
+                keep=selection.keep if keep is None else keep,
                 valid_rows=valid_rows,
                 splits=counts,
             )
@@ -167,6 +168,16 @@ class Capture:
         """A training forward of the attached model begins."""
         if not self._is_explicit:
             self._set_microbatch(self._microbatch + 1)
+
+    @property
+    def names_microbatches(self) -> bool:
+        """Whether the user names the microbatches of this iteration."""
+        return self._is_explicit
+
+    def saw_microbatch(self, index: int) -> None:
+        """A source that counts microbatches itself saw a tensor of this one."""
+        if not self._is_explicit and index >= self.num_microbatches:
+            self._set_microbatch(index)
 
     def guard(self, part: str) -> Guard:
         """Context that swallows an ``Exception`` of ours, logs it once, and counts ``part`` as disarmed."""

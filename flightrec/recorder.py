@@ -425,6 +425,12 @@ class Recorder:
                     return True
         return False
 
+    def sink_on(self, device: torch.device) -> Capture | None:
+        """Where a source without a model puts what it sees, on the device of its first tensor; None after the end."""
+        if not self._capture.off:
+            self._make_engine(device)
+        return None if self._capture.off else self._capture
+
     def _make_engine(self, device: torch.device, model: torch.nn.Module | None = None) -> None:
         if self._capture.engine is not None:
             return

@@ -26,6 +26,11 @@ for name in ("default", "long-pretrain", "nan-hunt"):
     assert sys.prefix in str(packaged(name)), packaged(name)
     load(packaged(name))
 assert (place.parent / "py.typed").is_file()
+inspect_file = packaged("inspect-transformer-engine")
+feature_directory = pathlib.Path(flightrec.feature_directory(inspect_file))
+assert sys.prefix in str(feature_directory), feature_directory
+assert [path.name for path in feature_directory.glob("*.py")] == ["flight_recorder.py"]
+flightrec.check_inspect(inspect_file)
 incident = flightrec.open(sys.argv[1])
 assert incident.blame()
 assert any(record.quantized is not None for record in incident.records())

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flightrec.config.inspection import is_inspect_file, load_inspect
 from flightrec.config.load import load
 from flightrec.config.model import Config
 from flightrec.config.sizes import Share
 from flightrec.errors import AttachError, IncidentError, MissingExtraError
+from flightrec.inspection.paths import check_inspect
 
 if TYPE_CHECKING:
     import torch
@@ -36,12 +38,30 @@ def check(
     ] = None,
 ) -> None:
     """Check a configuration; with --model tell what it would record. The exit code is 1 if it is refused."""
+    if is_inspect_file(file):
+        _check_inspect(file, model)
+        return
     config = _load(file)
     typer.echo(f"{file}: fine")
     for name, told in _facts(config):
         typer.echo(f"  {name:<10} {told}")
     if model is not None:
         check_model(config, model)
+
+
+def _check_inspect(file: Path, target: str | None) -> None:
+    """An nvdlfw_inspect configuration: what its feature FlightRecorder records, and what debug mode cannot do."""
+    plan = load_inspect(file)
+    typer.echo(f"{file}: fine, an nvdlfw_inspect configuration")
+    for section in plan.sections:
+        for tensor in section.tensors.values():
+            typer.echo(f"  {'section':<10} {section.name}: {tensor.describe()}")
+    for name, told in _facts(plan.config):
+        if name not in ("budget", "select"):
+            typer.echo(f"  {name:<10} {told}")
+    if target is not None:
+        check_inspect(file, _build(target)[0])
+        typer.echo("  debug mode works with this model as far as its modules tell")
 
 
 def _load(file: Path) -> Config:
