@@ -327,9 +327,7 @@ def test_a_scale_left_stale_by_a_skipped_update(tmp_path: Path) -> None:
             kept or kept.append(scale[0].clone())
             scale[0].copy_(kept[0])
 
-    proj.register_forward_pre_hook(
-        lambda module, args: (args[0] * 1.03 ** max(0, now.at[0] - frozen), *args[1:])
-    )
+    proj.register_forward_pre_hook(lambda module, args: (args[0] * 1.03 ** max(0, now.at[0] - frozen), *args[1:]))
     rules = [{"kind": "nonfinite"}, {"kind": "saturation"}, {"kind": "stale_scale", "margin": 0}]
     with flightrec.Recorder(config(*rules, tensors=["activation"]), directory=tmp_path) as recorder:
         recorder.attach(model)
