@@ -346,6 +346,13 @@ def test_a_scale_left_stale_by_a_skipped_update(tmp_path: Path) -> None:
     # The scale may have stood still for up to 16 updates, four iterations, before: so long its history remembers.
     assert hit.iteration - frozen - 1 <= stale <= hit.iteration - frozen + 4
     assert stale >= 20
+    (record,) = incident.records(
+        layer=hit.key.layer, tensor="activation", iteration=hit.iteration, microbatch=hit.key.microbatch
+    )
+    with h5py.File(incident.ranks[0].facts_path) as facts:
+        told_by_the_file = int(facts["records"]["scale_unchanged_iterations"][record.index])
+    assert hit.iteration - frozen - 1 <= told_by_the_file <= hit.iteration - frozen + 4
+    assert f"unchanged for {told_by_the_file} iterations" in hit.message.replace("at least ", "")
     words = {
         float(record.quantized.components["scale_inv"].reshape(()))
         for record in incident.records(layer=hit.key.layer, tensor="activation")

@@ -141,9 +141,8 @@ def timed_saves() -> Iterator[list[tuple[Path, float]]]:
 def feature_directories() -> list[str]:
     """Transformer Engine's features and ours."""
     import transformer_engine
-    from flightrec.inspection import feature_directory
 
-    return [str(Path(transformer_engine.__file__).parent / "debug" / "features"), str(feature_directory())]
+    return [str(Path(transformer_engine.__file__).parent / "debug" / "features"), flightrec.feature_directory()]
 
 
 def collect(folder: Path, writes: list[tuple[Path, float]], incident: Any) -> dict[tuple[str, str], Row]:

@@ -132,7 +132,6 @@ def debug_mode(folder: Path, layers: str, line: str) -> Iterator[Any]:
     """Transformer Engine's debug mode with one feature, for the models that are made inside."""
     import nvdlfw_inspect.api as debug_api
     import transformer_engine
-    from flightrec.inspection import feature_directory
     from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
     own = folder / "features"
@@ -145,7 +144,7 @@ def debug_mode(folder: Path, layers: str, line: str) -> Iterator[Any]:
     TEDebugState._reset()
     debug_api.initialize(
         config_file=str(config),
-        feature_dirs=[str(shipped), str(own), str(feature_directory())],
+        feature_dirs=[str(shipped), str(own), flightrec.feature_directory()],
         log_dir=str(folder),
     )
     try:
