@@ -118,7 +118,7 @@ ONE = np.ones((), dtype=np.float32)
     ("components", "meta", "options", "message"),
     [
         ({"scale": ONE}, info(scaled.ENCODE), {}, "'data' is missing"),
-        ({"data": CODES}, info(scaled.ENCODE), {}, "'scale' among"),
+        ({"data": CODES}, info(scaled.ENCODE), {}, "'scale' is missing among"),
         ({"data": CODES}, info("sideways"), {}, "sideways"),
         ({"data": CODES}, info(scaled.NONE, "float9"), {}, "float9"),
         ({"data": CODES}, info(scaled.NONE), {"side": "diagonal"}, "diagonal"),

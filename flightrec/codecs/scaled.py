@@ -1,8 +1,8 @@
-"""Scaled formats: codes and scales become the numbers that they stand for. Pure functions on numpy arrays, no state.
+"""The general rule of scaled formats: codes and scales become the numbers that they stand for.
 
-One rule for FP8 with a scale a tensor, row, column or block, MXFP8 and packed FP4: decode the codes, decode the
-scales (which may be FP8 or E8M0 codes themselves), bring the scales to the codes' shape, and divide by ``scale``
-(it multiplies to encode) or multiply by ``scale_inv`` (it multiplies to decode).
+Decode the codes, decode the scales (which may be FP8 or E8M0 codes themselves), bring the scales to the codes' shape,
+and divide by ``scale`` (it multiplies to encode) or multiply by ``scale_inv`` (it multiplies to decode). The codecs of
+the families check what theirs must have, and end here. Pure functions on numpy arrays, no state.
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flightrec.codecs import affine, base
+from flightrec.codecs import affine, sides, swizzle
+from flightrec.codecs.sides import DECODE, ENCODE, NONE, Side
 from flightrec.errors import FormatError
 
-ENCODE = "multiply_to_encode"
-DECODE = "multiply_to_decode"
-NONE = "none"
-
-_PREFIXES = {"rowwise": "", "columnwise": "columnwise_"}
 _SCALES = {ENCODE: "scale", DECODE: "scale_inv"}
 _TENSOR_SCALE = "tensor_scale_inv"
 _ZERO_POINT = "zero_point"
+SWIZZLED = "swizzled_scale_inv"
+COMPONENTS = ("data", *_SCALES.values(), SWIZZLED, _TENSOR_SCALE, _ZERO_POINT)
+"""Names, without a side's prefix, of what this rule looks at."""
 
 
 def component_names(present: Iterable[str], side: str = "rowwise") -> list[str]:
     """Give those of the present components that ``dequantize`` looks at (``FormatError`` for an unknown side)."""
-    prefix = _prefix(side)
-    beside = (*_SCALES.values(), _TENSOR_SCALE, _ZERO_POINT)
-    wanted = {f"{prefix}data", *(prefix + name for name in beside)}
-    return [name for name in present if name in wanted]
+    prefix = sides.prefix_of(side)
+    return [name for name in sides.names_of(present, side) if name.removeprefix(prefix) in COMPONENTS]
 
 
 def dequantize(
@@ -48,11 +45,11 @@ def dequantize(
     Args:
         components: stored arrays: ``data`` and, by ``scale_direction``, ``scale`` or ``scale_inv``; with a
             ``zero_point`` the codes are integers, see ``affine``; optionally
-            ``tensor_scale_inv`` (one float32 over all blocks, multiplies to decode). Prefixed with ``columnwise_`` for
-            the columnwise side.
+            ``tensor_scale_inv`` (a second scale over all blocks, or one a row; float32, multiplies to decode). Prefixed
+            with ``columnwise_`` for the columnwise side.
         info: ``QuantizerInfo.to_json()``: ``format``, ``scale_direction``, ``block_shape``, ``metadata``. Metadata
             ``columnwise_transposed`` says that the columnwise codes have the last axis in front, ``swizzled`` that
-            scales lie in a hardware order.
+            scales lie in the tensor cores' order.
         formats: element format of each component; what it lacks is ``format`` for the codes and the native type for
             floating-point scales.
         shape: logical shape, needed where packed codes or padding leave it open.
@@ -64,28 +61,75 @@ def dequantize(
     Raises:
         FormatError: a component or a word is missing or unknown, or shapes do not fit.
     """
-    prefix = _prefix(side)
-    formats = formats or {}
-    metadata = info.get("metadata") or {}
-    name = f"{prefix}data"
-    if name not in components:
-        raise FormatError(f"the {side} side has no codes: component {name!r} is missing among {sorted(components)}")
-    if metadata.get("swizzled"):
-        raise FormatError("scales in a hardware (swizzled) order cannot be decoded by this version")
-    moved = side == "columnwise" and bool(metadata.get("columnwise_transposed"))
-    stored_shape = shape if shape is None or not moved else (*shape[-1:], *shape[:-1])
-    if prefix + _ZERO_POINT in components:
-        return affine.dequantize(components, info, prefix=prefix, shape=shape)
-    values = _codes(components[name], formats.get(name) or info.get("format", ""), stored_shape)
-    block_shape = tuple(info.get("block_shape") or ()) if side == "rowwise" else ()
-    values = _apply_scale(values, components, prefix, info.get("scale_direction", NONE), block_shape, formats)
-    tensor_scale = components.get(prefix + _TENSOR_SCALE)
-    if tensor_scale is not None:
-        with np.errstate(all="ignore"):
-            values = values * tensor_scale.astype(np.float32).reshape(())
+    return apply(sides.take(components, info, formats=formats, shape=shape, side=side), info)
+
+
+def apply(side: Side, info: Mapping[str, Any] | None = None) -> npt.NDArray[np.float32]:
+    """The general rule for one side; ``info`` as ``affine.dequantize`` takes it. Raises as ``dequantize``."""
+    side.codes()
+    if _ZERO_POINT in side.components:
+        return affine.dequantize(side.components, info or {"metadata": side.metadata}, shape=side.shape)
+    moved = bool(side.metadata.get("transposed"))
+    shape = side.shape
+    values = sides.read_codes(side, shape if shape is None or not moved else (*shape[-1:], *shape[:-1]))
+    values = scale_codes(values, side)
     if moved and values.ndim:
         values = np.moveaxis(values, 0, -1)
     return np.ascontiguousarray(values, dtype=np.float32).reshape(values.shape)
+
+
+def scale_codes(values: npt.NDArray[np.float32], side: Side) -> npt.NDArray[np.float32]:
+    """Multiply or divide the codes' own numbers, in their stored shape, by the scales.
+
+    Raises:
+        FormatError: scales are missing, of an unknown direction, or do not fit.
+    """
+    if side.scale_direction == NONE:
+        return values
+    scale = expand_scale(block_scales(side, values.shape), values.shape, side.block_shape)
+    with np.errstate(all="ignore"):
+        if _TENSOR_SCALE in side.components:  # the two scales first: that is how the libraries round
+            scale = scale * over_rows(side.components[_TENSOR_SCALE].astype(np.float32), values.shape)
+        scaled = values / scale if side.scale_direction == ENCODE else values * scale
+    return np.asarray(scaled, dtype=np.float32)
+
+
+def block_scales(side: Side, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """The scales' numbers, out of the tensor cores' order where they are held in it; ``shape`` is the codes'.
+
+    Raises:
+        FormatError: they are missing, of no known direction, or not as many as blocks and tiles need.
+    """
+    if side.scale_direction not in _SCALES:
+        raise FormatError(
+            f"scale_direction {side.scale_direction!r} is not understood; expected {ENCODE}, {DECODE} or {NONE}"
+        )
+    name = _SCALES[side.scale_direction]
+    if SWIZZLED in side.components and name not in side.components:
+        name = SWIZZLED
+    elif not side.metadata.get("swizzled"):
+        return sides.read_scale(side, name)
+    stored, blocks = sides.read_scale(side, name), side.block_shape
+    if len(blocks) < 2 or len(blocks) > len(shape) or sum(block != 1 for block in blocks) != 1:
+        raise FormatError(f"swizzled scales of blocks {blocks} over codes of shape {shape} are not understood")
+    rows, columns = math.prod(shape[:-1]), shape[-1]
+    if blocks[-1] == 1:  # the blocks run down the columns, and the tiles are those of the transposed scales
+        return swizzle.unswizzle(stored, columns, -(-rows // blocks[-2])).T
+    found = swizzle.unswizzle(stored, rows, -(-columns // blocks[-1]))
+    return found.reshape(*shape[:-1], found.shape[-1])
+
+
+def over_rows(scale: npt.NDArray[np.float32], shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """A second scale in a shape that multiplies codes of ``shape``: one of all, or one a row.
+
+    Raises:
+        FormatError: there are as many as neither.
+    """
+    if scale.size == 1:
+        return scale.reshape(())
+    if scale.size != math.prod(shape[:-1]):
+        raise FormatError(f"{scale.size} scales over all blocks, expected one, or one for each row of {shape}")
+    return scale.reshape(*shape[:-1], 1)
 
 
 def expand_scale(
@@ -137,48 +181,3 @@ def _expand_blocks(scale: npt.NDArray[Any], shape: tuple[int, ...], block_shape:
         repeated = np.repeat(np.take(scale, range(needed[axis]), axis=axis), block, axis=axis)
         scale = np.take(repeated, range(size), axis=axis)
     return scale
-
-
-def _prefix(side: str) -> str:
-    if side not in _PREFIXES:
-        raise FormatError(f"side {side!r} is not known; expected rowwise or columnwise")
-    return _PREFIXES[side]
-
-
-def _codes(codes: npt.NDArray[Any], name: str, shape: tuple[int, ...] | None) -> npt.NDArray[np.float32]:
-    columns = shape[-1] if shape else None
-    packed = base.element_format(name).elements_per_item == 2
-    values = base.decode(codes, name, num_columns=columns if packed else None).astype(np.float32, copy=False)
-    if shape is not None and values.shape != shape:
-        raise FormatError(f"codes of shape {values.shape} in a tensor of shape {shape}")
-    return values
-
-
-def _apply_scale(
-    values: npt.NDArray[np.float32],
-    components: Mapping[str, npt.NDArray[Any]],
-    prefix: str,
-    direction: str,
-    block_shape: tuple[int, ...],
-    formats: Mapping[str, str],
-) -> npt.NDArray[np.float32]:
-    if direction == NONE:
-        return values
-    if direction not in _SCALES:
-        raise FormatError(f"scale_direction {direction!r} is not understood; expected {ENCODE}, {DECODE} or {NONE}")
-    name = prefix + _SCALES[direction]
-    if name not in components:
-        raise FormatError(f"scales that {direction} are missing: component {name!r} among {sorted(components)}")
-    scale = expand_scale(_scale(components[name], name, formats), values.shape, block_shape)
-    with np.errstate(all="ignore"):
-        scaled = values / scale if direction == ENCODE else values * scale
-    return np.asarray(scaled, dtype=np.float32)
-
-
-def _scale(stored: npt.NDArray[Any], name: str, formats: Mapping[str, str]) -> npt.NDArray[np.float32]:
-    element = formats.get(name)
-    if element is None:
-        if stored.dtype.kind != "f":
-            raise FormatError(f"component {name!r} holds codes of {stored.dtype}; their format is needed")
-        return stored.astype(np.float32)
-    return base.decode(stored, element).astype(np.float32)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flightrec.codecs import base, scaled
+from flightrec.codecs import base, quantized
 from flightrec.errors import IncidentError
 from flightrec.records import Key, Representation
 from flightrec.storage import files, schema, text
@@ -55,22 +55,39 @@ class Quantized:
         self.metadata = metadata
         self.components = Components(record, tuple(formats))
 
-    def dequantize(self, *, side: str = "rowwise") -> npt.NDArray[np.float32]:
+    def dequantize(self, *, side: str | None = None) -> npt.NDArray[np.float32]:
         """Give the numbers that the codes and scales stand for.
 
         Args:
-            side: ``rowwise`` (the component ``data``) or ``columnwise`` (``columnwise_data``).
+            side: ``rowwise`` (the component ``data``) or ``columnwise`` (``columnwise_data``); None for the first of
+                them that was recorded.
 
         Returns:
-            float32, in the record's logical shape.
+            float32, in the record's logical shape; of a grouped tensor all members, see ``dequantize_members``. The
+            column-wise side of NVFP4 with metadata ``rht`` gives Hadamard-transformed values:
+            ``flightrec.codecs.nvfp4.undo_hadamard``.
 
         Raises:
             FormatError: a component that is needed is missing, or this combination cannot be decoded.
             IncidentError: the bytes are damaged.
         """
-        wanted = scaled.component_names(self.formats, side)
-        components = {name: self.components[name] for name in wanted}
-        return scaled.dequantize(components, self.metadata, formats=self.formats, shape=self._record.shape, side=side)
+        components, side = self._side(side)
+        shape = self._record.shape
+        return quantized.dequantize(components, self.metadata, formats=self.formats, shape=shape, side=side)
+
+    def dequantize_members(self, *, side: str | None = None) -> list[npt.NDArray[np.float32]]:
+        """Give the numbers of each member of a grouped tensor; ``side`` and errors as ``dequantize``.
+
+        Returns:
+            float32 [rows, columns] each.
+        """
+        components, side = self._side(side)
+        return quantized.dequantize_members(components, self.metadata, formats=self.formats, side=side)
+
+    def _side(self, side: str | None) -> tuple[dict[str, npt.NDArray[Any]], str]:
+        if side is None:
+            side = next(iter(quantized.sides_of(self.formats)), "rowwise")
+        return {name: self.components[name] for name in quantized.component_names(self.formats, side)}, side
 
 
 class Record:
