@@ -32,6 +32,7 @@ from flightrec.identity import environment, identify
 from flightrec.lifetimes import follow
 from flightrec.records import NO_MICROBATCH, Firing, Stage
 from flightrec.runfacts import RunFacts
+from flightrec.sources.extract import device_of
 from flightrec.sources.sink import quiet
 from flightrec.startup import check_writable, default_staging_bytes, history_memory
 from flightrec.writer.client import WriterClient
@@ -418,9 +419,9 @@ class Recorder:
             return True
         with self._capture.guard("start"):
             for value in values:
-                tensor = value if isinstance(value, torch.Tensor) else getattr(value, "data", None)
-                if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                    self._make_engine(tensor.device)
+                device = device_of(value)
+                if device is not None and device.type != "meta":
+                    self._make_engine(device)
                     return True
         return False
 

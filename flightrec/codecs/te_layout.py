@@ -66,9 +66,14 @@ def logical_scale(
     block = BLOCKS[scheme]
     down, across = divided(rows, block), divided(columns, block)
     if scheme == "nvfp4":
-        return (scale[:columns, :down] if columnwise else scale[:rows, :across]), (1, block)
+        return (_crop(scale, columns, down) if columnwise else _crop(scale, rows, across)), (1, block)
     if scheme == "mxfp8":
-        return (scale[:down, :columns], (block, 1)) if columnwise else (scale[:rows, :across], (1, block))
+        return (_crop(scale, down, columns), (block, 1)) if columnwise else (_crop(scale, rows, across), (1, block))
     if two_d:
-        return (scale[:across, :down].T if columnwise else scale[:down, :across]), (block, block)
-    return (scale[:down, :columns], (block, 1)) if columnwise else (scale[:across, :rows].T, (1, block))
+        return (_crop(scale, across, down).T if columnwise else _crop(scale, down, across)), (block, block)
+    return (_crop(scale, down, columns), (block, 1)) if columnwise else (_crop(scale, across, rows).T, (1, block))
+
+
+def _crop(scale: Any, rows: int, columns: int) -> Any:
+    """Without a slice, which costs a torch tensor microseconds, where there is no padding."""
+    return scale if tuple(scale.shape) == (rows, columns) else scale[:rows, :columns]

@@ -116,6 +116,8 @@ def _scale_of(codes: str, quantized: QuantizedParts) -> str | None:
 def _inverse_of(scale: str, quantized: QuantizedParts) -> str | None:
     """The component that should hold one over each word of ``scale``; none where a word is rounded to a code."""
     other = scale.removesuffix("_inv") if scale.endswith("_inv") else f"{scale}_inv"
+    if other in quantized.info.metadata.get("live", ()):  # of the next quantizing call, perhaps
+        return None
     if other not in quantized.components or {quantized.format(scale), quantized.format(other)} & CODE_FORMATS.keys():
         return None
     one, two = quantized.components[scale], quantized.components[other]

@@ -417,6 +417,9 @@ def _logical_shape(high_precision: torch.Tensor | None, quantized: QuantizedPart
         return tuple(high_precision.shape)
     if quantized is None or not quantized.components:
         return ()
+    told = quantized.info.metadata.get("logical_shape")  # codes that are held flattened or transposed
+    if told:
+        return tuple(told)
     plan = build_plan(None, quantized)
     codes = list(quantized.components.values())[max(plan.codes, 0)]
     shape = tuple(codes.shape)

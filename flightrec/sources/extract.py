@@ -34,6 +34,7 @@ from flightrec.sources.sink import is_plain
 __all__ = [
     "FORMATS",
     "Extraction",
+    "device_of",
     "dtype_name",
     "extract",
     "is_quantized",
@@ -51,6 +52,17 @@ def is_quantized(value: object) -> bool:
     if isinstance(value, (Quantized, QuantizedParts)) or is_te(value):
         return True
     return isinstance(value, torch.Tensor) and (is_wrapper(value) or _has_quantized_dtype(value))
+
+
+def device_of(value: object) -> torch.device | None:
+    """Device of a tensor, or of what a quantized object holds; None for anything else, and without memory."""
+    tensor: object = value
+    if isinstance(value, QuantizedParts) or (is_te(value) and not isinstance(value, torch.Tensor)):
+        parts = extract(value).parts
+        tensor = next(iter(parts.components.values()), None) if parts is not None else None
+    elif not isinstance(value, torch.Tensor):
+        tensor = getattr(value, "data", None)
+    return tensor.device if isinstance(tensor, torch.Tensor) else None
 
 
 def extract(quantized: object, columnwise: object = None) -> Extraction:

@@ -27,7 +27,7 @@ def block_parts(tensor: Any, quantizer: Any, state: QuantizerState | None) -> Qu
     taken = Blocks("float8_block", format_name(tensor._fp8_dtype), "", two_d=two_d)
     column = tensor._columnwise_data
     if column is not None:  # held transposed
-        column = column.movedim(0, -1) if column.dim() <= 2 else column.reshape(column.shape[0], -1).t()
+        column = column.t() if column.dim() <= 2 else column.reshape(column.shape[0], -1).t()
         shape = (*tensor._columnwise_data.shape[1:], tensor._columnwise_data.shape[0])
         taken.add_columnwise(column, tensor._columnwise_scale_inv, shape)
     if tensor._rowwise_data is not None:

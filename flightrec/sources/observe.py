@@ -16,6 +16,7 @@ from flightrec.records import QuantizerInfo
 from flightrec.ring.layout import QuantizedParts
 from flightrec.sources import sharded
 from flightrec.sources.extract import dtype_name, extract, is_quantized, with_facts
+from flightrec.sources.extract_te import identity_data
 from flightrec.sources.memory import why_unreadable
 from flightrec.sources.quantized import Quantized
 
@@ -60,6 +61,9 @@ def observe(tensor: torch.Tensor) -> Observed:
         return _jagged(tensor)
     if _is_named(kind, "MaskedTensor"):
         return _masked(tensor)
+    held = identity_data(tensor)
+    if held is not None:
+        return _native(held)
     if is_quantized(tensor):
         return Observed(quantized=tensor)
     if _has_own_memory(kind):
