@@ -37,10 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "triggers": [{"kind": "stale_scale", "margin": 0, "consecutive": 1, "factor": 1.5 * 2**STALE}],
         "incident": {"after": 0},
     }
-    torch.manual_seed(0)
     with flightrec.Recorder(config, directory=directory) as recorder:
         for iteration in range(7 + STALE + 3):
-            x = torch.randn(32, 64) * (1 + iteration) * 2.0 ** max(0, iteration - 5)
+            x = torch.linspace(-1, 1, 2048).reshape(32, 64) * (1 + iteration) * 2.0 ** max(0, iteration - 5)
             tensor = fp8.quantize(x)
             recorder.record("layers.0.layernorm_mlp.fc1", "activation", high_precision=x, quantized=fp8.parts(tensor))
             recorder.step()
