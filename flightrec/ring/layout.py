@@ -177,7 +177,8 @@ def _inverse_of(scale: str, quantized: QuantizedParts) -> str | None:
     if other not in quantized.components or {quantized.format(scale), quantized.format(other)} & CODE_FORMATS.keys():
         return None
     one, two = quantized.components[scale], quantized.components[other]
-    return other if one.shape == two.shape and one.is_floating_point() and two.is_floating_point() else None
+    same = one.shape == two.shape or one.numel() == two.numel() == 1  # a scale of no dimension, its inverse of one
+    return other if same and one.is_floating_point() and two.is_floating_point() else None
 
 
 def _can_pair(high_precision: torch.Tensor | None, quantized: QuantizedParts, codes: str) -> bool:
