@@ -34,6 +34,7 @@ class PlainShare(PlainSeries):
     def __init__(self, rule) -> None:
         super().__init__(rule)
         self.window: deque[float] = deque(maxlen=rule.window)
+        self.met = False
 
     def share(self, values) -> float:
         with np.errstate(all="ignore"):
@@ -44,6 +45,9 @@ class PlainShare(PlainSeries):
     def judge(self, values):
         shares = {seen: self.share(found) for seen, found in values.items()}
         real = {seen: share for seen, share in shares.items() if share == share}
+        first, self.met = not self.met, self.met or bool(real)
+        if first and all(v.get("scale_min") == 1 and v.get("scale_max") == 1 for v in values.values()):
+            return False, set()
         limit = self.rule.new_row
         if len(self.window) >= self.rule.min_samples:
             floor = self.rule.minimum
@@ -74,6 +78,8 @@ def test_equals_a_plain_implementation(device, kind, seed):
             return None
         share = generator.choice([0.0, 0.001, 0.02, 0.06, 0.15, 0.3, 0.49, 0.6], p=[0.3, 0.3, 0.2, *[0.04] * 5])
         values = made(float(share), [E4M3, E5M2, E2M1, 17.0][int(generator.integers(4))])
+        if generator.random() < 0.5:
+            values |= {"scale_min": 1.0, "scale_max": float(generator.choice([1.0, 1.0, 2.0]))}
         if state == "unpaired":
             values = {name: value for name, value in values.items() if name in healthy()}
         elif state == "nothing":
@@ -88,6 +94,24 @@ def test_new_series_fires_at_one_half(kind):
     rule_class, made = kind
     run = Run([rule_class()])
     assert run.fired({key("a"): made(0.499), key("b"): made(0.501), key("c"): made(0.2)}) == {key("b")}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0].__name__)
+def test_the_first_sample_of_delayed_scaling_counts_for_nothing(kind):
+    """Its scales are 1 until it has seen a tensor; a scale that stays there is judged from the second sample on."""
+    rule_class, made = kind
+    initial = {"scale_min": 1.0, "scale_max": 1.0}
+    run = Run([rule_class()])
+    first = {
+        key("a"): made(0.9) | initial,
+        key("b"): made(0.9) | initial,
+        key("c"): made(0.9) | initial | {"scale_max": 2.0},
+    }
+    assert run.fired(first) == {key("c")}
+    assert run.fired({key("a"): made(0.9) | initial, key("b"): made(0.001)}) == {key("a")}
+    for _ in range(16):
+        assert run.fired({key("b"): made(0.001)}) == set()
+    assert run.fired({key("b"): made(0.3)}) == {key("b")}, "the first sample must not stand in the window"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0].__name__)

@@ -300,3 +300,43 @@ def test_subclasses_without_wrapping_are_recorded_as_plain():
 def test_attach_refuses_what_is_no_module():
     with pytest.raises(AttachError, match=r"torch\.nn\.Module"):
         ModulesSource(lambda x: x, RecordingSink())
+
+
+class HandsItsBiasOn(nn.Module):
+    """Returns a parameter beside its result, for another module to add: a leaf that every microbatch reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3, bias=False)
+        self.offset = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.inner(x), self.offset
+
+
+class AddsIt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = HandsItsBiasOn()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, offset = self.first(x)
+        return y + offset
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_leaf_that_microbatches_share_has_each_ones_gradient_once(interleaved):
+    model, sink = AddsIt(), RecordingSink()
+    xs = [torch.full((2, 3), float(i + 1)) for i in range(3)]
+    with Watch(model, sink) as watch:
+        if interleaved:
+            outputs = [model(x) for x in xs]
+            for index, out in enumerate(outputs):
+                (out.sum() * (index + 1)).backward()
+        else:
+            for index, x in enumerate(xs):
+                (model(x).sum() * (index + 1)).backward()
+        watch.step()
+    found = [(s.key.microbatch, s.key.call, s.tensor[0].item()) for s in sink.find("first", "gradient", part="1")]
+    assert found == [(0, 0, 2.0), (1, 0, 4.0), (2, 0, 6.0)]
+    assert not sink.errors

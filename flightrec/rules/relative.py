@@ -23,6 +23,9 @@ class RelativeRule(DeviceRule):
     A sample is the largest share over the microbatches; a record for which ``measure`` gives NaN is none. Fires at
     ``new_row`` whatever the history says; with ``min_samples`` samples, also above ``factor`` x the maximum of the
     window, if that is above ``minimum``, or without one above what ``minimums`` says of the row's format.
+
+    The very first sample of a series counts for nothing if all its scales are exactly 1: delayed scaling starts there,
+    before it has seen a tensor, and what it makes of that one says nothing of what follows.
     """
 
     minimums: ClassVar[dict[float, float]] = {}
@@ -36,6 +39,7 @@ class RelativeRule(DeviceRule):
         self._min_samples = config.min_samples
         self._none = torch.full((), -1.0, dtype=torch.float64, device=state.device)
         self._window = state.declare_window("share", config.window)
+        state.declare("met", dtype=torch.bool)  # had a sample, counted or not
 
     @abstractmethod
     def measure(self, samples: Samples) -> Tensor:
@@ -45,12 +49,22 @@ class RelativeRule(DeviceRule):
         """Judge one tick; see the class."""
         share = self.measure(samples)
         value = torch.where((share >= 0) & samples.present, share, self._none)
+        value.masked_fill_(self._not_calibrated(samples, value)[:, None], -1.0)
         sample = value.amax(1)
         sampled = sample >= 0
         threshold = self._threshold(samples)
         rows = value > threshold[:, None]
         self._window.push(sample.clamp(max=self._new_row), samples.tables.feeding(sampled))
         return Judgement(sampled, rows.any(1), rows, value, threshold)
+
+    def _not_calibrated(self, samples: Samples, value: Tensor) -> Tensor:
+        """Bool [S]: the series' first sample, made with scales that are all 1 still."""
+        low, high = samples.column(Statistic.SCALE_MIN), samples.column(Statistic.SCALE_MAX)
+        untouched = ((low == 1) & (high == 1)) | ~samples.present
+        met = self.state["met"]
+        excused = untouched.all(1) & ~met
+        met.logical_or_((value >= 0).any(1))
+        return excused
 
     def _threshold(self, samples: Samples) -> Tensor:
         own = self._window.maximum().mul_(self._factor)

@@ -207,10 +207,21 @@ class ModulesSource:
         )
 
     def _hook_gradient(self, tensor: torch.Tensor, name: str, part: str, stamp: Stamp) -> None:
-        hook = GradientHook(self._on_gradient, stamp.layer, name, part, stamp.microbatch, stamp.call)
+        report = self._on_leaf_gradient if tensor.is_leaf else self._on_gradient
+        hook = GradientHook(report, stamp.layer, name, part, stamp.microbatch, stamp.call)
         handle = register_first(tensor, hook)
         if tensor.is_leaf:  # it lives on, and would gather a hook in each forward
             self._leaf_handles.append(handle)
+
+    def _on_leaf_gradient(self, hook: GradientHook, gradient: torch.Tensor) -> None:
+        """A leaf that several microbatches read has a hook of each: only that of this backward pass speaks."""
+        try:
+            speaks = self.stamps.backward_microbatch() == hook.microbatch
+        except Exception as error:
+            self._keeper.fail(hook.layer, error)
+            return
+        if speaks:
+            self._on_gradient(hook, gradient)
 
     def _on_gradient(self, hook: GradientHook, gradient: torch.Tensor) -> None:
         try:
