@@ -11,6 +11,8 @@ from te_tensors import CPU, E4M3, E5M2, FP4, decoded, golden_tensor, stored
 
 import flightrec
 from flightrec.codecs import quantized
+from flightrec.kernels import reference
+from flightrec.records import Statistic
 from flightrec.ring.layout import build_plan
 from flightrec.sources.extract import device_of, extract, is_quantized
 from flightrec.sources.extract_te import QuantizerState, extract_te, identity_data, is_te
@@ -515,6 +517,24 @@ def test_an_unknown_class_is_kept_by_the_tensors_it_names() -> None:
     assert "get_metadata failed: RuntimeError: no" in extract(Broken()).reason
 
 
+# -- what rules see
+
+
+@pytest.mark.parametrize("number", [0, 9, 17, 21, 24, 25, 46, 47, 48])
+def test_the_error_beside_the_high_precision_tensor_is_that_of_the_decoded_numbers(number) -> None:
+    parts = parts_of(golden_tensor(number, storage=True))
+    shape = te_golden.ENTRIES[number]["shape"]
+    values = torch.from_numpy(decoded(parts).reshape(shape).copy())
+    x = values + torch.linspace(-1, 1, values.numel()).view(shape)
+    plan = build_plan(x, parts)
+    assert plan.pairs
+    row = reference.statistics(plan, x, list(parts.components.values()))
+    expected = ((values.double() - x.double()) ** 2).sum()
+    torch.testing.assert_close(row[Statistic.SQUARED_ERROR], expected, rtol=1e-5, atol=0)
+    assert row[Statistic.SCALE_NONFINITE_COUNT] == 0
+    assert row[Statistic.QUANTIZED_NUMEL] == values.numel()
+
+
 # -- into an incident and out of it
 
 
@@ -545,4 +565,5 @@ def test_a_storage_object_into_an_incident_and_out(kind, tmp_path) -> None:
             expected = decoded(parts, side)
             assert record.quantized.dequantize(side=side).tobytes() == expected.tobytes()
         assert record.quantized.dequantize().shape == record.shape
+        assert record.statistics["quantized_numel"] == np.prod(record.shape)
         assert record.metadata["metadata"]["scheme"] == parts.info.metadata["scheme"]
