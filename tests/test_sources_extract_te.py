@@ -143,6 +143,26 @@ def test_a_stranger_is_none_of_theirs() -> None:
     assert "not of Transformer Engine" in extract_te(torch.zeros(2)).reason
 
 
+def test_the_local_part_of_a_sharded_parameter() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    local = golden_tensor(0, storage=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        meta = TensorMeta(local.shape, local.stride(), local.dtype)
+        sharded = DTensor(local, DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)
+        parts = parts_of(sharded)
+    finally:
+        dist.destroy_process_group()
+    assert np.array_equal(decoded(parts), decoded(parts_of(local)))
+    assert parts.info.metadata["dtensor"]["placements"] == ["Shard(dim=0)"]
+    assert parts.info.metadata["scheme"] == "float8"
+
+
 # -- MXFP8
 
 
