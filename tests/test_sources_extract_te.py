@@ -11,6 +11,8 @@ from te_tensors import CPU, E4M3, E5M2, FP4, decoded, golden_tensor, stored
 
 import flightrec
 from flightrec.codecs import quantized
+from flightrec.kernels import reference
+from flightrec.records import Statistic
 from flightrec.ring.layout import build_plan
 from flightrec.sources.extract import device_of, extract, is_quantized
 from flightrec.sources.extract_te import QuantizerState, extract_te, identity_data, is_te
@@ -139,6 +141,26 @@ def test_a_stranger_is_none_of_theirs() -> None:
     assert not is_te(torch.zeros(2))
     assert not is_te(None)
     assert "not of Transformer Engine" in extract_te(torch.zeros(2)).reason
+
+
+def test_the_local_part_of_a_sharded_parameter() -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    local = golden_tensor(0, storage=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        meta = TensorMeta(local.shape, local.stride(), local.dtype)
+        sharded = DTensor(local, DTensorSpec(mesh, (Shard(0),), meta), requires_grad=False)
+        parts = parts_of(sharded)
+    finally:
+        dist.destroy_process_group()
+    assert np.array_equal(decoded(parts), decoded(parts_of(local)))
+    assert parts.info.metadata["dtensor"]["placements"] == ["Shard(dim=0)"]
+    assert parts.info.metadata["scheme"] == "float8"
 
 
 # -- MXFP8
@@ -515,6 +537,24 @@ def test_an_unknown_class_is_kept_by_the_tensors_it_names() -> None:
     assert "get_metadata failed: RuntimeError: no" in extract(Broken()).reason
 
 
+# -- what rules see
+
+
+@pytest.mark.parametrize("number", [0, 9, 17, 21, 24, 25, 46, 47, 48])
+def test_the_error_beside_the_high_precision_tensor_is_that_of_the_decoded_numbers(number) -> None:
+    parts = parts_of(golden_tensor(number, storage=True))
+    shape = te_golden.ENTRIES[number]["shape"]
+    values = torch.from_numpy(decoded(parts).reshape(shape).copy())
+    x = values + torch.linspace(-1, 1, values.numel()).view(shape)
+    plan = build_plan(x, parts)
+    assert plan.pairs
+    row = reference.statistics(plan, x, list(parts.components.values()))
+    expected = ((values.double() - x.double()) ** 2).sum()
+    torch.testing.assert_close(row[Statistic.SQUARED_ERROR], expected, rtol=1e-5, atol=0)
+    assert row[Statistic.SCALE_NONFINITE_COUNT] == 0
+    assert row[Statistic.QUANTIZED_NUMEL] == values.numel()
+
+
 # -- into an incident and out of it
 
 
@@ -545,4 +585,5 @@ def test_a_storage_object_into_an_incident_and_out(kind, tmp_path) -> None:
             expected = decoded(parts, side)
             assert record.quantized.dequantize(side=side).tobytes() == expected.tobytes()
         assert record.quantized.dequantize().shape == record.shape
+        assert record.statistics["quantized_numel"] == np.prod(record.shape)
         assert record.metadata["metadata"]["scheme"] == parts.info.metadata["scheme"]
