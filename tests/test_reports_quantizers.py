@@ -16,8 +16,8 @@ from test_storage_scale_age import piece
 
 from flightrec.errors import IncidentError
 from flightrec.records import Key, QuantizerInfo
-from flightrec.reports.quantizer_text import render_quantizers
-from flightrec.reports.quantizers import DOCUMENT, quantizers_of_path, words
+from flightrec.reports.quantizer_text import render_quantizers, words
+from flightrec.reports.quantizers import DOCUMENT, quantizers_of_path
 from flightrec.reports.text import WIDTH, report_console
 
 KEY = Key("fc1", "activation", microbatch=0)

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from flightrec.reports.quantizers import words
 from flightrec.reports.text import clean, key_name, line, number, place_name, share, shorten, sparkline, title
 
 NUM_USES = 16
@@ -108,3 +107,14 @@ def _curves(history: Row | None, console: Console) -> None:
         values = [value for value in history[statistic] if value != "NaN"]
         if values:
             line(console, f"{name:<9}{sparkline(values)}", indent=1)
+
+
+def words(metadata: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested metadata as flat (name, value) pairs, without what is null or empty."""
+    found: list[tuple[str, Any]] = []
+    for name, value in metadata.items():
+        if isinstance(value, Mapping):
+            found += words(value, f"{prefix}{name}.")
+        elif value is not None and value != [] and value != "":
+            found.append((f"{prefix}{name}", value))
+    return found

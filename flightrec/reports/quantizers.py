@@ -7,7 +7,7 @@ of ``docs/inspect.md``. Offline, any thread, no state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,14 +178,3 @@ def _share(part: float | int | None, whole: float) -> float | None:
 
 def _number(value: float | int | None) -> float:
     return math.nan if value is None else float(value)
-
-
-def words(metadata: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    """Nested metadata as flat (name, value) pairs, without what is null or empty."""
-    found: list[tuple[str, Any]] = []
-    for name, value in metadata.items():
-        if isinstance(value, Mapping):
-            found += words(value, f"{prefix}{name}.")
-        elif value is not None and value != [] and value != "":
-            found.append((f"{prefix}{name}", value))
-    return found
