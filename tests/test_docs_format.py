@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from format_contract import described
 
-from flightrec.codecs import base
+from flightrec.codecs import base, grouped, nvfp4, quantized, scaled, sides
 from flightrec.records import Statistic
 from flightrec.storage import schema
 from flightrec.storage.read import open_incident
@@ -83,6 +84,60 @@ def test_the_other_codes(tmp_path: Path) -> None:
         assert np.array_equal(found[name].astype("f4"), base.decode(codes, form), equal_nan=True)
 
 
+def quantized_samples() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {
+        "fp8": rng.integers(0, 0x7F, (160, 96)).astype("u1"),
+        "block_scales": rng.random((2, 1)).astype("f4"),
+        "powers": rng.integers(100, 150, (160, 3)).astype("u1"),
+        "swizzled": rng.integers(100, 150, 1024).astype("u1"),
+        "fp4": rng.integers(0, 256, (32, 24)).astype("u1"),
+        "fp4_scales": rng.integers(1, 0x7F, (32, 3)).astype("u1"),
+        "amax": rng.random(32).astype("f4"),
+        "values": rng.standard_normal((32, 5)).astype("f4"),
+    }
+
+
+def test_the_quantized_formats(tmp_path: Path) -> None:
+    samples = quantized_samples()
+    e4m3, e8m0, e2m1 = "float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn_x2"
+    numbers = {
+        "codes": base.decode(samples["fp8"], e4m3),
+        "powers_of_two": base.decode(samples["powers"], e8m0),
+        "swizzled_powers": base.decode(samples["swizzled"], e8m0),
+        "small": base.decode(samples["fp4"], e2m1),
+        "small_scales": base.decode(samples["fp4_scales"], e4m3),
+    }
+    np.savez(tmp_path / "samples.npz", **samples, **numbers)
+    calls = """
+s = np.load("samples.npz")
+square = in_blocks(s["codes"], s["block_scales"], (128, 128))
+plain = in_blocks(s["codes"], s["powers_of_two"], (1, 32))
+ordered = in_blocks(s["codes"], unswizzle(s["swizzled_powers"], 160, 3), (1, 32))
+four = nvfp4(s["small"], s["small_scales"], s["amax"])
+few = nvfp4(s["small"], s["small_scales"], s["amax"][:1], 256)
+undone = undo_hadamard(s["values"], 0b1101_0111_1110_1000)
+"""
+    results = ("square", "plain", "ordered", "four", "few", "undone")
+    block = next(text for text in BLOCKS if "def unswizzle" in text)
+    found = run(block + calls, results, tmp_path, tmp_path / "x.npz")
+    square = described("float8_block", e4m3, "rowwise", block_shape=(128, 128))
+    blocks = described("mxfp8", e4m3, "rowwise", block_shape=(1, 32))
+    small = described("nvfp4", e2m1, "rowwise", block_shape=(1, 16))
+    less = described("nvfp4", e2m1, "rowwise", block_shape=(1, 16), e4m3_max=256)
+    fp4 = {"data": samples["fp4"], "scale_inv": samples["fp4_scales"]}
+    expected = {
+        "square": quantized.dequantize({"data": samples["fp8"], "scale_inv": samples["block_scales"]}, square),
+        "plain": quantized.dequantize({"data": samples["fp8"], "scale_inv": samples["powers"]}, blocks),
+        "ordered": quantized.dequantize({"data": samples["fp8"], "swizzled_scale_inv": samples["swizzled"]}, blocks),
+        "four": quantized.dequantize({**fp4, "amax": samples["amax"]}, small),
+        "few": quantized.dequantize({**fp4, "amax": samples["amax"][:1]}, less),
+    }
+    for name, values in expected.items():
+        assert found[name].tobytes() == values.tobytes(), name
+    assert np.allclose(found["undone"], nvfp4.undo_hadamard(samples["values"], 0b1101_0111_1110_1000), atol=1e-6)
+
+
 def test_the_page_names_every_column_and_format() -> None:
     words = set(re.findall(r"`([a-z0-9_]+)`", PAGE))
     tables = (
@@ -99,4 +154,5 @@ def test_the_page_names_every_column_and_format() -> None:
     assert {statistic.name.lower() for statistic in Statistic} <= words
     assert set(schema.HISTORY_STATISTICS) <= words
     assert {name for name, form in base.FORMATS.items() if not form.is_native} <= words
+    assert {*quantized.DECODERS, grouped.SCHEME, *sides.SHARED, *scaled.COMPONENTS} <= words
     assert f"version {schema.FORMAT_VERSION}" in PAGE

@@ -153,3 +153,17 @@ def test_a_dataset_that_is_gone_is_damage(tmp_path: Path) -> None:
         del file["0.0000003/fc/activation/0.train.0.forward"]
     with open_incident(tmp_path) as incident, pytest.raises(IncidentError, match="damaged"):
         incident.records()[0].raw("high_precision")
+
+
+def test_only_the_columnwise_side(tmp_path: Path) -> None:
+    components = {
+        "columnwise_data": (np.array([[0x38, 0xC0]], dtype="u1"), "float8_e4m3fn"),
+        "columnwise_scale": (np.array(2.0, dtype="<f4"), "float32"),
+    }
+    with opened(tmp_path, Sample(KEY, components, quantizer=0)) as incident:
+        quantized = incident.records()[0].quantized
+        assert quantized.dequantize().tolist() == quantized.dequantize(side="columnwise").tolist() == [[0.5, -1.0]]
+        with pytest.raises(FormatError, match="rowwise side has no codes"):
+            quantized.dequantize(side="rowwise")
+        with pytest.raises(FormatError, match="only a grouped tensor has members"):
+            quantized.dequantize_members()

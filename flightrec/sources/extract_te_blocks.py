@@ -83,7 +83,7 @@ def nvfp4_ref_parts(tensor: Any, quantizer: Any, state: QuantizerState | None) -
     _add_fp4(taken, tensor.data, tensor.scale, tensor.global_amax_row, columnwise=False)
     _add_fp4(taken, tensor.data_t, tensor.scale_t, tensor.global_amax_col, columnwise=True)
     if tensor.original_shape is not None and len(tensor.original_shape) != 2:
-        taken.logical_shape = tuple(tensor.original_shape)
+        taken.row_shape = taken.column_shape = tuple(tensor.original_shape)
     return taken.parts(tensor, quantizer, state, tensor.dtype)
 
 
@@ -125,7 +125,8 @@ class Blocks:
     ) -> None:
         self.components: dict[str, torch.Tensor] = {}
         self.formats: dict[str, str] = {}
-        self.logical_shape: tuple[int, ...] | None = None
+        self.row_shape: tuple[int, ...] | None = None
+        self.column_shape: tuple[int, ...] | None = None
         self.columnwise_more: tuple[tuple[str, Any], ...] = ()
         self._row: Words | None = None
         self._column: Words | None = None
@@ -137,7 +138,7 @@ class Blocks:
     def add_rowwise(self, data: torch.Tensor, scale: torch.Tensor | None, shape: tuple[int, ...]) -> None:
         """Codes [..., K] (packed for FP4) of a tensor of ``shape``, the scales as Transformer Engine holds them."""
         if self._two_d and len(shape) > 2:  # blocks reach over the leading dimensions
-            data, self.logical_shape = data.reshape(-1, data.shape[-1]), shape
+            data, self.row_shape = data.reshape(-1, data.shape[-1]), shape
         blocks = self._add("", data, scale, shape, lead=shape[:-1] if data.dim() == len(shape) else None)
         self._row = Words(self._scheme, self._codes, (*(1,) * (data.dim() - 2), *blocks), self._more)
 
@@ -148,7 +149,7 @@ class Blocks:
         if self._scheme == "nvfp4":
             more = (("transposed", True), *more)
         if self._scheme == "nvfp4" or len(shape) > 2:
-            self.logical_shape = self.logical_shape or shape
+            self.column_shape = shape
         self._column = Words(self._scheme, self._codes, blocks, more)
 
     def add_amax(self, amax: torch.Tensor, *, columnwise: bool) -> None:
@@ -186,7 +187,7 @@ class Blocks:
         """What was gathered, or None if that is nothing."""
         if not self.components:
             return None
-        logical = self.logical_shape if self._row is None or self._needs_shape() else None
+        logical = self.column_shape if self._row is None else self.row_shape
         if state is not None and state.amax_history is not None:
             self.components["amax_history"] = state.amax_history.detach()
         info = info_of(tensor, quantizer, state, self._row, self._column, logical_shape=logical, dtype=dtype)
@@ -194,7 +195,3 @@ class Blocks:
         if self._row is None and self._scheme != "nvfp4":
             pair = "columnwise_data"
         return QuantizedParts(info, self.components, self.formats, pair_codes=pair)
-
-    def _needs_shape(self) -> bool:
-        """The row-wise codes do not have the tensor's shape."""
-        return self.logical_shape is not None and len(self.logical_shape) != self.components["data"].dim()
