@@ -13,7 +13,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,15 @@ class Limits:
     wall_s: float = 600.0
 
 
-def read_in_child(task: str, path: Path, *, limits: Limits | None = None) -> Any:
-    """Call ``task(path)`` in a child process and give its result.
+def read_in_child(
+    task: str, path: Path, *, options: Mapping[str, Any] | None = None, limits: Limits | None = None
+) -> Any:
+    """Call ``task(path, **options)`` in a child process and give its result.
 
     Args:
         task: ``package.module:function``; the function takes a ``Path`` and gives JSON data.
         path: what is read; also named in messages.
+        options: further arguments of the function, JSON data.
         limits: defaults to ``Limits()``.
 
     Returns:
@@ -55,6 +58,7 @@ def read_in_child(task: str, path: Path, *, limits: Limits | None = None) -> Any
     """
     limits = limits or Limits()
     arguments = [json.dumps(sys.path), task, str(path), str(limits.memory_bytes), str(limits.cpu_s)]
+    arguments.append(json.dumps(dict(options or {})))
     # One thread: the address space must not depend on the number of cores.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "HDF5_USE_FILE_LOCKING": "FALSE"}
     # -I: no module of the folder that the command happens to stand in is imported in place of the real one.
@@ -96,14 +100,14 @@ def _death(path: Path, child: subprocess.CompletedProcess[bytes], limits: Limits
 
 def main() -> None:
     """Run in the child: set the limits, call the task, print its result as JSON; ends the process."""
-    _, task, path, memory_bytes, cpu_s = sys.argv[1:]
+    _, task, path, memory_bytes, cpu_s, options = sys.argv[1:]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _lower(resource.RLIMIT_AS, int(memory_bytes))
     _lower(resource.RLIMIT_CPU, int(cpu_s))
     module, _, name = task.partition(":")
     try:
-        function: Callable[[Path], Any] = getattr(importlib.import_module(module), name)
-        sys.stdout.write(json.dumps(function(Path(path)), allow_nan=False))
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        sys.stdout.write(json.dumps(function(Path(path), **json.loads(options)), allow_nan=False))
         sys.stdout.flush()
     except FlightrecError as error:
         _refuse(str(error))

@@ -55,15 +55,15 @@ def summarize(incident: Incident) -> Document:
         "trigger": _firing(incident.trigger),
         "firings": [_firing(firing) for firing in incident.firings],
         "ranks": [_rank(rank) for rank in incident.ranks],
-        "iterations": [_plain(asdict(entry)) for entry in incident.iterations],
+        "iterations": [plain(asdict(entry)) for entry in incident.iterations],
         "blame": [_finding(finding) for finding in findings],
-        "way": [_plain(step) for step in steps(incident, findings)],
-        "around": [_plain(row) for row in around(incident, findings)],
+        "way": [plain(step) for step in steps(incident, findings)],
+        "around": [plain(row) for row in around(incident, findings)],
         "history": {
-            name: {"iterations": _plain(its.tolist()), "values": _plain(values.tolist())}
+            name: {"iterations": plain(its.tolist()), "values": plain(values.tolist())}
             for name, (its, values) in ((name, incident.history[name]) for name in incident.history.scalars)
         },
-        "blind": [_plain(entry._asdict()) for entry in incident.blind],
+        "blind": [plain(entry._asdict()) for entry in incident.blind],
     }
 
 
@@ -101,9 +101,9 @@ def _firing(firing: Firing) -> Document:
         "severity": firing.severity.value,
         "attempt": firing.attempt,
         "iteration": firing.iteration,
-        "key": None if firing.key is None else _key(firing.key),
-        "value": _plain(firing.value),
-        "threshold": _plain(firing.threshold),
+        "key": None if firing.key is None else key_of(firing.key),
+        "value": plain(firing.value),
+        "threshold": plain(firing.threshold),
         "message": firing.message,
     }
 
@@ -119,14 +119,15 @@ def _finding(finding: Finding) -> Document:
         "rank": finding.rank,
         "attempt": finding.attempt,
         "iteration": finding.iteration,
-        "key": None if finding.key is None else _key(finding.key),
+        "key": None if finding.key is None else key_of(finding.key),
         "sequence": finding.sequence,
         "evidence": finding.evidence,
-        "numbers": _plain(finding.numbers),
+        "numbers": plain(finding.numbers),
     }
 
 
-def _key(key: Key) -> Document:
+def key_of(key: Key) -> Document:
+    """A key as JSON data."""
     return {
         "layer": key.layer,
         "tensor": key.tensor,
@@ -138,16 +139,16 @@ def _key(key: Key) -> Document:
     }
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Replace the numbers that JSON lacks and everything that is not JSON."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Key):
-        return _key(value)
+        return key_of(value)
     if isinstance(value, Mapping):
-        return {str(name): _plain(entry) for name, entry in value.items()}
+        return {str(name): plain(entry) for name, entry in value.items()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Iterable):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     return str(value)

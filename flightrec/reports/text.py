@@ -118,7 +118,7 @@ def sparkline(values: Sequence[Any], width: int = 60) -> str:
     return "".join(_BARS[round((v - low) / step)] if isinstance(v, (int, float)) else "!" for v in shown)
 
 
-def _line(console: Console, text: str | Text, style: str = "", indent: int = 2, hanging: int = 0) -> None:
+def line(console: Console, text: str | Text, style: str = "", indent: int = 2, hanging: int = 0) -> None:
     """Print a text wrapped and indented; lines after the first by ``hanging`` more."""
     content = Text(text, style=style) if isinstance(text, str) else text
     for place, part in enumerate(content.wrap(console, console.width - indent - hanging)):
@@ -126,7 +126,8 @@ def _line(console: Console, text: str | Text, style: str = "", indent: int = 2, 
         console.print(Text(" " * (indent + (hanging if place else 0))).append_text(part))
 
 
-def _title(console: Console, text: str, note: str = "") -> None:
+def title(console: Console, text: str, note: str = "") -> None:
+    """Print the heading of a section."""
     console.print()
     console.print(Text.assemble((text, "bold"), (f"  {note}" if note else "", "dim")))
 
@@ -136,19 +137,19 @@ def _head(document: Mapping[str, Any], console: Console) -> None:
     console.print(Text.assemble("Incident ", (clean(about["id"]), "bold")))
     numbers = ", ".join(str(rank["rank"]) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
     created = about["created"].replace("T", " ").replace("+00:00", " UTC")
-    _line(console, f"{created}, rank {numbers} of {about['world_size']} on {clean(about['host'])}")
-    _line(console, f"run {clean(about['run_id'])}, attempt {about['attempt']}")
+    line(console, f"{created}, rank {numbers} of {about['world_size']} on {clean(about['host'])}")
+    line(console, f"run {clean(about['run_id'])}, attempt {about['attempt']}")
     span = f"iterations {iterations[0]['iteration']} to {iterations[-1]['iteration']}" if iterations else "no iteration"
     num_records = sum(rank["num_records"] for rank in ranks)
     megabytes = sum(rank["bytes"] for rank in ranks) / 1e6
-    _line(console, f"{span}, {num_records} records, {megabytes:.1f} MB of tensors")
+    line(console, f"{span}, {num_records} records, {megabytes:.1f} MB of tensors")
     if about["ended"]:
-        _line(console, f"ended early: {clean(about['ended'])}", "yellow")
+        line(console, f"ended early: {clean(about['ended'])}", "yellow")
 
 
 def _fired(document: Mapping[str, Any], console: Console) -> None:
     firings = document["firings"]
-    _title(console, "What fired", f"{len(firings)} in all" if len(firings) > 1 else "")
+    title(console, "What fired", f"{len(firings)} in all" if len(firings) > 1 else "")
     trigger = document["trigger"]
     # The trigger first; what else the same rule found in the same iteration is one fault seen many times.
     groups: dict[tuple[str, str, int], list[Row]] = {}
@@ -158,46 +159,46 @@ def _fired(document: Mapping[str, Any], console: Console) -> None:
         style = _SEVERITY_STYLE.get(severity, "")
         others = f" and {len(group) - 1} more" if len(group) > 1 else ""
         where = f" in iteration {iteration}: {key_name(group[0]['key'])}{others}"
-        _line(console, Text.assemble((f"{severity:<8}", style), (clean(rule), "bold"), where), hanging=8)
-        _line(console, clean(group[0]["message"]), indent=10)
+        line(console, Text.assemble((f"{severity:<8}", style), (clean(rule), "bold"), where), hanging=8)
+        line(console, clean(group[0]["message"]), indent=10)
     _more(console, len(groups) - NUM_FIRINGS, "rule and iteration", "rules and iterations")
 
 
 def _began(findings: Sequence[Row], console: Console) -> None:
-    _title(console, "Where it began")
+    title(console, "Where it began")
     if not findings:
-        _line(console, "nothing was found: no recorded tensor is non-finite and no rule points to one")
+        line(console, "nothing was found: no recorded tensor is non-finite and no rule points to one")
     for finding in findings[:NUM_FINDINGS]:
         first = finding["position"] == 1
         console.print(Text.assemble(f"  {finding['position']}. ", (key_name(finding["key"]), "bold" if first else "")))
         where = f"iteration {finding['iteration']}, {place_name(finding['key'])}".rstrip(", ")
         rank = f", rank {finding['rank']}" if finding["rank"] else ""
         rule = f", rule {clean(finding['rule'])}" if finding["rule"] else ""
-        _line(console, f"{where}{rank}{rule}", indent=5)
-        _line(console, clean(finding["evidence"]), indent=5)
+        line(console, f"{where}{rank}{rule}", indent=5)
+        line(console, clean(finding["evidence"]), indent=5)
         if finding["tied_with"]:
             others = ", ".join(f"rank {tie['rank']} microbatch {tie['microbatch']}" for tie in finding["tied_with"][:4])
-            _line(console, f"as early as {others}: neither depends on the other", indent=5)
+            line(console, f"as early as {others}: neither depends on the other", indent=5)
     _more(console, len(findings) - NUM_FINDINGS, "finding")
 
 
 def _way(steps: Sequence[Row], console: Console) -> None:
-    _title(console, "Its way through the layers")
+    title(console, "Its way through the layers")
     if not steps:
-        _line(console, "no recorded tensor shows it")
+        line(console, "no recorded tensor shows it")
         return
-    _line(console, f"{'':<11}{_COLUMNS_HEAD}", "dim", indent=1)
+    line(console, f"{'':<11}{_COLUMNS_HEAD}", "dim", indent=1)
     for iteration, members in itertools.groupby(steps, key=lambda step: step["iteration"]):
-        _line(console, f"iteration {iteration}", "dim", indent=1)
+        line(console, f"iteration {iteration}", "dim", indent=1)
         groups = itertools.groupby(members, key=lambda step: (step["key"]["microbatch"], step["key"]["stage"]))
         for place, ((_, stage), found) in enumerate(groups):
             group = list(found)
             limit = NUM_LATER_STEPS if place else NUM_FIRST_STEPS
             for step in group[:limit]:
-                _line(console, f"{stage:<11}{_columns(step)}", "bold" if step is steps[0] else "", indent=1)
+                line(console, f"{stage:<11}{_columns(step)}", "bold" if step is steps[0] else "", indent=1)
             if len(group) > limit:
                 last = shorten(key_name(group[-1]["key"]), 38)
-                _line(console, f"{'':<11}... and {len(group) - limit} more, the last: {last}", indent=1)
+                line(console, f"{'':<11}... and {len(group) - limit} more, the last: {last}", indent=1)
 
 
 _COLUMNS_HEAD = f"{'layer and tensor':<37}{'amax':>9}{'NaN, Inf':>9}{'underflow':>11}"
@@ -221,19 +222,19 @@ def _around(rows: Sequence[Row], console: Console) -> None:
     through = [row for row in rows if row["role"] == "through_time"]
     beside = [row for row in rows if row["role"] == "neighbour"]
     blamed = through[0]["key"]
-    _title(console, "Statistics around it", f"{shorten(key_name(blamed), 54)}")
+    title(console, "Statistics around it", f"{shorten(key_name(blamed), 54)}")
     header = f"{'amax':>10}{'rms':>10}{'NaN, Inf':>10}{'underflow':>11}{'zero':>9}{'saturated':>11}"
-    _line(console, f"{'iteration':<15}{header}", "dim", indent=1)
+    line(console, f"{'iteration':<15}{header}", "dim", indent=1)
     at = beside[0]["iteration"] if beside else None
     for row in through:
         marked = row["iteration"] == at
         name = f"{row['iteration']}{' <' if marked else ''}"
-        _line(console, f"{name:<15}{_statistics(row)}", "bold" if marked else "", indent=1)
+        line(console, f"{name:<15}{_statistics(row)}", "bold" if marked else "", indent=1)
     console.print()
-    _line(console, f"recorded just before and after it, in iteration {at}", "dim", indent=1)
+    line(console, f"recorded just before and after it, in iteration {at}", "dim", indent=1)
     for row in beside:
         marked = row["key"] == blamed
-        _line(console, f"{'':<11}{_columns(row, ' <' if marked else '')}", "bold" if marked else "", indent=1)
+        line(console, f"{'':<11}{_columns(row, ' <' if marked else '')}", "bold" if marked else "", indent=1)
 
 
 def _statistics(row: Row) -> str:
@@ -249,17 +250,17 @@ def _loss(document: Mapping[str, Any], console: Console) -> None:
         return
     finite = [value for value in values if isinstance(value, (int, float))]
     span = f"{number(min(finite))} to {number(max(finite))}" if finite else "nothing finite"
-    _title(console, "Loss", f"{len(values)} iterations, {span}")
-    _line(console, sparkline(values))
+    title(console, "Loss", f"{len(values)} iterations, {span}")
+    line(console, sparkline(values))
 
 
 def _absent(document: Mapping[str, Any], console: Console) -> None:
     lines = list(_absences(document))
     if not lines:
         return
-    _title(console, "Not recorded")
-    for line in lines[:NUM_FIRINGS]:
-        _line(console, line)
+    title(console, "Not recorded")
+    for entry in lines[:NUM_FIRINGS]:
+        line(console, entry)
     _more(console, len(lines) - NUM_FIRINGS, "entry", "entries")
 
 
@@ -285,4 +286,4 @@ def _blind_place(entry: Row) -> str:
 def _more(console: Console, count: int, one: str, several: str = "") -> None:
     if count > 0:
         word = one if count == 1 else several or f"{one}s"
-        _line(console, f"... and {count} more {word}; --json has all", "dim")
+        line(console, f"... and {count} more {word}; --json has all", "dim")
