@@ -72,6 +72,16 @@ def test_an_operand_that_the_kernel_gathers_is_read_after_it(te):
     assert inside.sink.one("", "output").tensor.eq(24).all()
 
 
+def test_an_operand_that_the_kernel_gathers_and_does_not_keep_is_told(te):
+    gathers, communicator = types.SimpleNamespace(name="AG"), types.SimpleNamespace(with_cublasmp=lambda: True)
+    with Inside(te.Linear(8, 4, **BF16)) as inside:
+        gemm(lambda *_, **__: (torch.ones(6, 4), None, None, None), torch.ones(4, 8), True, torch.ones(3, 8), False,
+             comm_overlap=communicator, comm_type=gathers)  # fmt: skip
+    assert "cuBLASMp" in inside.sink.blinds["", "activation"]
+    assert not inside.sink.find("", "activation")
+    assert inside.sink.one("", "output")
+
+
 def test_an_operand_of_a_kernel_that_gathers_something_else_is_read_before_it(te):
     def kernel(*args: Any, **kwargs: Any) -> Any:
         args[2].fill_(3)
