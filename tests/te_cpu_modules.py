@@ -242,14 +242,15 @@ def generic_gemm(
         made = quantize(made, quantizer)
     if watching:
         products.append(
-            {"a": _copy(a, "rowwise" if transa else "columnwise"), "b": _copy(b, "columnwise" if transb else "rowwise"),
+            {"a": copied(a, "rowwise" if transa else "columnwise"),
+             "b": copied(b, "columnwise" if transb else "rowwise"),
              "layout": ("T" if transa else "N") + ("T" if transb else "N"),
-             "out": _copy(made), "gelu_input": _copy(gelu_input), "accumulate": accumulate}
+             "out": copied(made), "gelu_input": copied(gelu_input), "accumulate": accumulate}
         )  # fmt: skip
     return made, bias_grad, gelu_input, extra_output
 
 
-def _copy(operand: Any, side: str = "rowwise") -> Any:
+def copied(operand: Any, side: str = "rowwise") -> Any:
     """Codes that were read, in logical order, and the inverse scales, as they are held; or a plain tensor. Cloned."""
     if operand is None:
         return None
@@ -404,7 +405,7 @@ def _install() -> types.SimpleNamespace:
     module, ops = (importlib.import_module(f"{package}.{name}") for name in ("module", "ops"))
     distributed, quantization = (importlib.import_module(f"{package}.{n}") for n in ("distributed", "quantization"))
     return types.SimpleNamespace(
-        Linear=module.Linear, LayerNormLinear=module.LayerNormLinear, LayerNormMLP=module.LayerNormMLP,
+        device="cpu", Linear=module.Linear, LayerNormLinear=module.LayerNormLinear, LayerNormMLP=module.LayerNormMLP,
         GroupedLinear=module.GroupedLinear, ops=ops, checkpoint=distributed.checkpoint,
         autocast=quantization.autocast, quantized_model_init=quantization.quantized_model_init,
         gemm=importlib.import_module(f"{package}.cpp_extensions.gemm"),

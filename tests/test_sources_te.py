@@ -4,21 +4,33 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import te_cpu_modules
 import torch
-from sources_support import BACKWARD, FORWARD, RecordingSink, Watch, assert_same_bits, assert_untouched, bits
+from sources_support import RecordingSink, Watch, assert_same_bits, assert_untouched, bits
+from te_layer_support import (
+    BF16,
+    KINDS,
+    NAMES,
+    RECIPES,
+    Layer,
+    batch,
+    check_call,
+    expected_calls,
+    loss_of,
+    recipe_of,
+    run,
+    same,
+    sink_of,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import flightrec
 from flightrec.records import Phase
 from flightrec.sources import te_patch
 from flightrec.sources.te_run import current_run
-
-PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL)
-RECIPES = ("none", "delayed", "current", "block")
-KINDS = ("Linear", "LayerNormLinear", "LayerNormMLP", "LayerNormMLP checkpoint", "GroupedLinear", "ops", "ops grouped")
-BF16 = torch.bfloat16
 
 
 @pytest.fixture
@@ -44,96 +56,6 @@ DIRECTIONS = ("forward", "backward")
 GROUPED_OP = "ops.basic.grouped_linear"
 
 
-class Layer(nn.Module):
-    """One layer under test below a root."""
-
-    def __init__(self, te: Any, kind: str, **options: Any) -> None:
-        super().__init__()
-        shared = {"params_dtype": BF16, "device": "cpu", **options}
-        self.kind = kind
-        if kind == "ops":
-            plain = {"dtype": BF16, "device": "cpu"}
-            self.layer = te.ops.Sequential(
-                te.ops.Linear(32, 64, **plain), te.ops.GELU(), te.ops.Linear(64, 32, **plain)
-            )
-        elif kind == "ops grouped":
-            self.layer = te.ops.GroupedLinear(2, 32, 64, bias=False, dtype=BF16, device="cpu")
-        elif kind == "GroupedLinear":
-            self.layer = te.GroupedLinear(2, 32, 64, **shared)
-        elif kind == "LayerNormMLP checkpoint":
-            self.layer = te.LayerNormMLP(32, 64, checkpoint=True, **shared)
-        else:
-            self.layer = getattr(te, kind)(32, 64, **shared)
-
-    def forward(self, x: torch.Tensor, **options: Any) -> torch.Tensor:
-        if self.kind == "GroupedLinear":
-            return self.layer(x, [16, x.shape[0] - 16], **options)
-        if self.kind == "ops grouped":
-            return self.layer(x, torch.tensor([16, x.shape[0] - 16]))
-        return self.layer(x, **options)
-
-
-NAMES = {
-    "Linear": ["layer"],
-    "LayerNormLinear": ["layer"],
-    "LayerNormMLP": ["layer.fc1", "layer.fc2"],
-    "LayerNormMLP checkpoint": ["layer.fc1", "layer.fc2"],
-    "GroupedLinear": ["layer.gemm_0", "layer.gemm_1"],
-    "ops": ["layer.0", "layer.2"],
-    "ops grouped": ["layer.gemm_0", "layer.gemm_1"],
-}
-
-
-def expected_calls(kind: str) -> list[tuple[str, str]]:
-    """(layer, layout) of the products of one forward and backward, in the order of the kernel's calls."""
-    names = NAMES[kind]
-    if "ouped" in kind:
-        return [(name, layout) for layout in ("TN", "NN", "NT") for name in names]
-    calls = [(name, "TN") for name in names]
-    if kind == "LayerNormMLP checkpoint":
-        calls.append((names[0], "recompute"))
-    return calls + [(name, layout) for name in reversed(names) for layout in ("NN", "NT")]
-
-
-def recipe_of(te: Any, name: str) -> Any:
-    if name == "delayed":
-        return te.recipe.DelayedScaling(amax_history_len=4, amax_compute_algo="max", margin=1)
-    made = {"current": te.recipe.Float8CurrentScaling, "block": te.recipe.Float8BlockScaling, "none": lambda: None}
-    return made[name]()
-
-
-def batch(seed: int, rows: int = 48) -> torch.Tensor:
-    made = torch.randn(rows, 32, generator=torch.Generator().manual_seed(seed)).to(BF16)
-    return made.requires_grad_()
-
-
-def run(te: Any, model: nn.Module, x: torch.Tensor, recipe: Any, **options: Any) -> torch.Tensor:
-    with te.autocast(enabled=recipe is not None, recipe=recipe):
-        return model(x, **options)
-
-
-def loss_of(y: torch.Tensor) -> torch.Tensor:
-    return (y.float() * torch.linspace(-1, 1, y.shape[-1])).square().mean()
-
-
-def sink_of(**options: Any) -> RecordingSink:
-    return RecordingSink(**{"phases": PHASES, **options})
-
-
-def same(seen: Any, operand: Any) -> bool:
-    """Whether a record holds what the kernel read: (codes, scale_inv) or a plain tensor."""
-    if not isinstance(operand, tuple):
-        return seen.quantized is None and torch.equal(bits(seen.tensor), bits(operand))
-    parts = seen.quantized.components
-    codes, scale_inv = operand[:2]
-    prefix = "columnwise_" if operand[2:] == ("columnwise",) else ""
-    if f"{prefix}data" not in parts:
-        return False
-    logical = parts[f"{prefix}data"].reshape(codes.shape)
-    held = sorted(scale_inv[scale_inv > 0].tolist())  # padding is cropped, and the order may be the logical one
-    return torch.equal(logical, codes) and sorted(parts[f"{prefix}scale_inv"].flatten().tolist()) == held
-
-
 # -- what is recorded of each kind of layer
 
 
@@ -156,30 +78,6 @@ def test_every_operand_and_result_is_recorded_as_the_kernel_had_it_under_its_lay
     assert not sink.errors
     assert set(sink.blinds) <= {("", "operations of te.ops.Sequential"), ("layer.fc2", "dgrad")}
     assert_untouched(model)
-
-
-def check_call(sink, iteration, microbatch, name, layout, call) -> None:
-    def one(tensor, stage, phase=Phase.TRAIN, part=""):
-        return sink.one(name, tensor, iteration, microbatch=microbatch, stage=stage, phase=phase, part=part)
-
-    if layout in ("TN", "recompute"):
-        phase = Phase.TRAIN if layout == "TN" else Phase.RECOMPUTE
-        assert same(one("activation", FORWARD, phase), call["b"])
-        made = call["out"] if call["gelu_input"] is None else call["gelu_input"]
-        assert same(one("output", FORWARD, phase), made)
-        if microbatch == 0 and layout == "TN":
-            assert same(one("weight", FORWARD), call["a"])
-        assert len(sink.find(name, "weight", iteration, stage=FORWARD)) == 1
-    elif layout == "NN":
-        assert same(one("gradient", BACKWARD), call["b"])
-        assert microbatch or any(same(seen, call["a"]) for seen in sink.find(name, "weight", iteration))
-        if ("layer.fc2", "dgrad") not in sink.blinds or name != "layer.fc2":
-            assert same(one("dgrad", BACKWARD), call["out"])
-    else:
-        assert same(one("wgrad", BACKWARD), call["out"])
-        assert same(one("gradient", BACKWARD), call["b"])
-        found = sink.find(name, "activation", iteration, microbatch=microbatch, phase=Phase.TRAIN)
-        assert sum(same(seen, call["a"]) for seen in found) == 1
 
 
 @pytest.mark.parametrize("recipe_name", RECIPES)
@@ -680,3 +578,39 @@ def test_it_says_what_it_observes_and_what_it_cannot_see(te):
     assert watch.sources[0].describe() == "Transformer Engine (2 products, not seen: attention products)"
     with watch:
         assert "fused kernels" in sink.blinds["", "attention products"]
+
+
+@pytest.mark.parametrize("recipe_name", ["delayed", "block"])
+def test_an_incident_of_the_whole_recorder_decodes_to_what_the_kernels_read(te, recipe_name, tmp_path):
+    model, recipe = Layer(te, "LayerNormMLP"), recipe_of(te, recipe_name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    select, triggers = [{"tensors": ["activation", "weight", "gradient"]}], [{"kind": "manual"}]
+    config = {"budget": "none", "select": select, "triggers": triggers}
+    with flightrec.Recorder(config, directory=tmp_path) as recorder:
+        recorder.attach(model, optimizer=optimizer)
+        for iteration in range(3):
+            with te_cpu_modules.watch() as (calls, _):
+                loss_of(run(te, model, batch(iteration), recipe)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if iteration == 2:
+                recorder.trigger("look")
+            recorder.step()
+    (folder,) = tmp_path.iterdir()
+    with flightrec.open(folder) as incident:
+        assert [firing.rule for firing in incident.firings] == ["manual"]
+        tensors = {"TN": ("weight", "activation"), "NN": ("", "gradient"), "NT": ("activation", "gradient")}
+        for (name, layout), call in zip(expected_calls("LayerNormMLP"), calls, strict=True):
+            for tensor, operand in zip(tensors[layout], (call["a"], call["b"]), strict=True):
+                if not tensor:
+                    continue
+                (record,) = [r for r in incident.records(layer=name, tensor=tensor) if r.iteration == 2]
+                codes = np.asarray(record.quantized.components["data"]).view(np.uint8)
+                if operand[2:] != ("columnwise",):
+                    assert np.array_equal(codes.reshape(operand[0].shape), operand[0].numpy())
+                if recipe_name == "delayed":
+                    kind = {"weight": torch.float8_e4m3fn, "activation": torch.float8_e4m3fn}.get(
+                        tensor, torch.float8_e5m2
+                    )
+                    values = operand[0].view(kind).float() * operand[1]
+                    assert np.array_equal(record.quantized.dequantize(), values.numpy())

@@ -75,6 +75,7 @@ _lock = threading.Lock()
 _sources: list[TeSource] = []
 _installed: list[tuple[Any, str, Any, Any]] = []  # owner, name, original, replacement
 _lost: dict[str, str] = {}
+_lacking: dict[Kind, str] = {}
 
 
 def _places() -> list[_Place]:
@@ -141,10 +142,10 @@ def problem() -> str:
 
 def lacking() -> dict[Kind, str]:
     """Kinds of layers whose products could not be named, and why."""
+    if _installed:
+        return dict(_lacking)
     found: dict[Kind, str] = {}
     for kind in Kind:
-        if _installed:
-            continue
         if kind.is_op:
             reason = "" if any(_operations()) else "the fuser's operations do not look as expected"
         else:
@@ -177,10 +178,12 @@ def unregister(source: TeSource) -> None:
 
 def _replace() -> None:
     _lost.clear()
+    _lacking.clear()
+    _lacking.update(lacking())
     _replace_kernels(sys.modules[f"{PACKAGE}.{_GEMM}"])
     for kind, path in _FUNCTIONS.items():
-        owner = loaded_class(path)
-        if owner is not None and not _look(owner, "forward", ("ctx",)) and not _look(owner, "backward", ("ctx",)):
+        if kind not in _lacking:
+            owner = loaded_class(path)
             _put(owner, "forward", functools.partial(te_wrap.forward, kind=kind))
             _put(owner, "backward", te_wrap.backward)
     for owner, name in _operations():

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from flightrec.records import Phase, Stage
-from flightrec.sources.te_run import Listener, Run
+from flightrec.sources.te_run import Run
 from flightrec.sources.te_state import has_columnwise, has_own_columnwise, is_grouped, is_storage
 
 COLUMNWISE = "columnwise"
@@ -66,6 +66,14 @@ def operands(run: Run, call: Call, a: Any, b: Any, *, offset: int = 0, only: str
     for operand, which in ((a, "a"), (b, "b")):
         if only in ("", which):
             _operand(run, call.direction, index, which, operand)
+
+
+def not_read(run: Run, call: Call, reason: str) -> None:
+    """Tell that the second operand of a product cannot be seen."""
+    tensor = "activation" if call.direction == "forward" else "gradient"
+    for listener in run.listeners:
+        phase = run.phase(listener) if call.direction == "forward" else Phase.TRAIN
+        listener.source.unseen(listener, call.index, tensor, phase, reason)
 
 
 def _operand(run: Run, direction: str, index: int, which: str, operand: Any) -> None:
@@ -202,6 +210,3 @@ def rows_of(buffer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return None, splits
     shape = tuple(buffer.logical_shape)
     return data.detach().view(*shape), splits
-
-
-__all__ = ["Call", "Listener", "begin", "grouped", "grouped_result", "operands", "outputs", "result", "rows_of"]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _RUN = "_flightrec_run"
 _UNKNOWN = "products outside any layer"
 _WHY_UNKNOWN = "a product ran inside no layer that is known (compiled, or called by hand): it is not recorded"
+_GATHERED_INSIDE = "cuBLASMp gathers it inside the product and keeps nothing of it"
 _SEVERAL = "several products in one fused kernel (cuDNN grouped MLP): its operands are not seen"
 
 
@@ -258,7 +259,9 @@ def product(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     result = original(*args, **kwargs)
     if call is not None:
         with _contained(run):
-            if gathers:  # complete only now: the kernel gathered it piece by piece
+            if gathers and _keeps_nothing(kwargs["comm_overlap"]):
+                te_products.not_read(run, call, _GATHERED_INSIDE)
+            elif gathers:  # complete only now: the kernel gathered it piece by piece
                 te_products.operands(run, call, args[0], args[2], only="b")
             te_products.result(
                 run,
@@ -271,6 +274,12 @@ def product(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             )
             run.replaced.clear()
     return result
+
+
+def _keeps_nothing(communicator: Any) -> bool:
+    """Whether what the kernel gathers is gone when it returns; Userbuffers leave it in their buffer."""
+    ask = getattr(communicator, "with_cublasmp", None)
+    return bool(ask()) if callable(ask) else False
 
 
 def _overlap(kwargs: dict[str, Any]) -> str:
