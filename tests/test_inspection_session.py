@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flightrec
+from flightrec.config.load import packaged
 from flightrec.inspection import session as sessions
 from flightrec.records import Phase, Stage
 
@@ -58,6 +59,24 @@ def test_a_nan_is_found_in_its_layer_tensor_and_iteration(tmp_path: Path) -> Non
         assert np.argwhere(np.isnan(weight.high_precision)).tolist() == [[2, 5]]
         of_one = {(r.key.layer, r.key.tensor) for r in incident.records(iteration=2)}
         assert of_one == {(layer, tensor) for layer in ("decoder.fc1", "decoder.fc2") for tensor in ALL}
+
+
+def test_the_shipped_configuration_is_silent_until_something_is_wrong(tmp_path: Path) -> None:
+    file = packaged("inspect-transformer-engine")
+    net = nn.Sequential(DebugLinear("mlp.fc1", kind="fp8"), DebugLinear("self_attention.proj"), DebugLinear("head"))
+    with debugging(str(file), tmp_path) as api:
+        train(net, api, range(8))
+        assert not (tmp_path / "incidents").exists()
+        with torch.no_grad():
+            net[1].weight[0, 0] = math.inf
+        train(net, api, range(8, 13))
+    with only_incident(tmp_path) as incident:
+        assert (incident.trigger.iteration, incident.trigger.kind) == (8, "nonfinite")
+        assert incident.blame()[0].key.layer in ("self_attention.proj", "mlp.fc1")
+        seen = {(r.key.layer, r.key.tensor) for r in incident.records(iteration=8)}
+        attention = {("self_attention.proj", tensor) for tensor in ("activation", "gradient")}
+        assert seen == attention | {("mlp.fc1", tensor) for tensor in ("activation", "gradient", "wgrad")}
+        assert not incident.records(iteration=7, layer="self_attention.proj")
 
 
 def test_layers_train_on_as_without_the_feature(tmp_path: Path) -> None:
