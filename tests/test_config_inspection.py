@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flightrec.config.inspection import InspectPlan, is_inspect_file, load_inspect, looks_like_inspect
+from flightrec.config.inspection_section import FlightRecorderSection, TensorOptions
 from flightrec.config.load import packaged
 from flightrec.errors import ConfigError
 
@@ -228,6 +230,16 @@ def test_a_recorders_own_file_is_told_apart() -> None:
     assert not looks_like_inspect({"rings": {"iterations": 4}})
     assert not looks_like_inspect([1])
     assert looks_like_inspect({"a": {"layers": {}}})
+
+
+def test_the_example_of_the_page_is_accepted(tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "inspect-feature.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (tmp_path / "inspect.yaml").write_text(example)
+    (tmp_path / "pretrain.yaml").write_text("ring: {iterations: 3}\n")
+    assert load_inspect(tmp_path / "inspect.yaml").config.ring.iterations == 3
+    for key in (*TensorOptions.model_fields, *FlightRecorderSection.model_fields):
+        assert key == "enabled" or f"`{key}`" in page, key
 
 
 def test_a_plan_describes_itself() -> None:

@@ -1,4 +1,4 @@
-"""The feature FlightRecorder in Transformer Engine's real debug mode on a GPU, beside DumpTensors and an empty feature."""
+"""The feature FlightRecorder in Transformer Engine's real debug mode on a GPU, beside DumpTensors and an empty one."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flightrec
+from flightrec.config.load import packaged
 from flightrec.inspection import session as sessions
 from flightrec.records import Phase, Stage
 
@@ -58,6 +59,24 @@ def test_a_nan_is_found_in_its_layer_tensor_and_iteration(tmp_path: Path) -> Non
         assert np.argwhere(np.isnan(weight.high_precision)).tolist() == [[2, 5]]
         of_one = {(r.key.layer, r.key.tensor) for r in incident.records(iteration=2)}
         assert of_one == {(layer, tensor) for layer in ("decoder.fc1", "decoder.fc2") for tensor in ALL}
+
+
+def test_the_shipped_configuration_is_silent_until_something_is_wrong(tmp_path: Path) -> None:
+    file = packaged("inspect-transformer-engine")
+    net = nn.Sequential(DebugLinear("mlp.fc1", kind="fp8"), DebugLinear("self_attention.proj"), DebugLinear("head"))
+    with debugging(str(file), tmp_path) as api:
+        train(net, api, range(8))
+        assert not (tmp_path / "incidents").exists()
+        with torch.no_grad():
+            net[1].weight[0, 0] = math.inf
+        train(net, api, range(8, 13))
+    with only_incident(tmp_path) as incident:
+        assert (incident.trigger.iteration, incident.trigger.kind) == (8, "nonfinite")
+        assert incident.blame()[0].key.layer in ("self_attention.proj", "mlp.fc1")
+        seen = {(r.key.layer, r.key.tensor) for r in incident.records(iteration=8)}
+        attention = {("self_attention.proj", tensor) for tensor in ("activation", "gradient")}
+        assert seen == attention | {("mlp.fc1", tensor) for tensor in ("activation", "gradient", "wgrad")}
+        assert not incident.records(iteration=7, layer="self_attention.proj")
 
 
 def test_layers_train_on_as_without_the_feature(tmp_path: Path) -> None:
@@ -173,13 +192,43 @@ def test_every_parent_quantizer_reaches_the_feature(kind: str | None, tmp_path: 
         (record,) = incident.records(tensor="activation")
         assert record.key.part == ""
         assert not (record.high_precision == 7.0).any()
-        assert kind != "fp8" or record.quantized is not None
+        assert (record.quantized is not None) == (kind == "fp8")  # an identity is the tensor itself
         if kind == "fp8":
             codes = next(array for array in record.quantized.components.values() if array.size == 256)
             raw = made.get_tensor(False)._data.numpy()
             assert np.array_equal(codes.view(np.uint8).reshape(16, 16), raw)
         if kind is None:
             assert np.array_equal(record.high_precision, copied.numpy())
+
+
+def test_delayed_scaling_comes_with_the_words_of_its_quantizer(tmp_path: Path) -> None:
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer, Float8Tensor
+
+    class Delayed(Float8Quantizer):
+        def quantize_impl(self, tensor: torch.Tensor) -> Any:
+            self.amax.copy_(tensor.abs().amax())
+            codes = (tensor * self.scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
+            inverse = self.scale.reciprocal().reshape(1)
+            return Float8Tensor(
+                tuple(tensor.shape), tensor.dtype, data=codes, fp8_scale_inv=inverse, fp8_dtype=self.dtype,
+                quantizer=self, device=tensor.device,
+            )  # fmt: skip
+
+    history = torch.arange(12.0).reshape(4, 3).clone()  # a base of its own, as in the module
+    scale = torch.tensor([1.0, 32.0, 1.0])
+    with debugging({"a": section(FlightRecorder={"tensors": ["activation"]})}, tmp_path):
+        wrapped = debug_quantizer("l", "activation", "fp8")
+        wrapped.parent_quantizer = Delayed(scale[1], history[0][1].reshape((1,)), quantizer("fp8").dtype)
+        wrapped.quantize(torch.full((4, 4), 2.5), dtype=torch.float32)
+        flightrec.inspect_recorder().trigger("look")
+    with only_incident(tmp_path) as incident:
+        (record,) = incident.records(tensor="activation")
+        words = {name: np.ravel(array).tolist() for name, array in record.quantized.components.items()}
+        assert words["scale"] == [32.0]
+        assert words["scale_inv"] == [1 / 32]
+        assert words["amax"] == [2.5]
+        assert words["amax_history"] == [2.5, 4.0, 7.0, 10.0]
+        assert np.array_equal(record.quantized.dequantize(), record.high_precision)
 
 
 def test_fp8_parameters_come_without_a_tensor(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from flightrec.sources.extract import is_quantized
+from flightrec.sources.extract_te import identity_data
 from flightrec.sources.observe import observe
 
 
@@ -31,11 +32,19 @@ class Shown(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """All records of one call, the device they are on, and why there are none."""
+    """All records of one call.
+
+    Attributes:
+        records: of the call.
+        device: they are on.
+        reason: why there are none.
+        at_quantizing: the call is that which quantized, since it shows what was quantized.
+    """
 
     records: list[Shown]
     device: torch.device | None
     reason: str = ""
+    at_quantizing: bool = False
 
 
 def sort_operands(tensor: object, rowwise: object, columnwise: object) -> Operands:
@@ -63,13 +72,16 @@ def sort_operands(tensor: object, rowwise: object, columnwise: object) -> Operan
     if records and records[0].part and len(records) == 1:
         records[0] = records[0]._replace(part="")  # there is nothing that it stands instead of
     devices = (device_of(value) for value in (tensor, rowwise, columnwise))
-    return Operands(records, next(filter(None, devices), None), reason or row_reason or column_reason)
+    why = reason or row_reason or column_reason
+    return Operands(records, next(filter(None, devices), None), why, at_quantizing=tensor is not None)
 
 
 def _observe(value: object) -> tuple[torch.Tensor | None, object | None, str]:
     """What is plain in a value, what is quantized, and why neither."""
     if value is None:
         return None, None, ""
+    if (held := identity_data(value)) is not None:
+        return held, None, ""
     if is_quantized(value):  # storage objects are no torch tensors
         return None, value, ""
     if not isinstance(value, torch.Tensor):

@@ -24,6 +24,7 @@ from flightrec.config.inspection import FEATURE, NAMESPACE, InspectPlan, plan_of
 from flightrec.config.inspection_section import TensorPlan
 from flightrec.errors import AttachError, ConfigError, FlightrecError
 from flightrec.inspection.operands import Operands, sort_operands
+from flightrec.inspection.quantizers import Recipes, with_state
 from flightrec.inspection.sighting import Counter, Moment, moment
 from flightrec.recorder import Recorder
 from flightrec.records import Phase
@@ -57,6 +58,7 @@ class Session:
         self._tensors: dict[int, tuple[Mapping[str, Any], Mapping[str, TensorPlan]]] = {}
         self._sink: Capture | None = None
         self._counter = Counter()
+        self._recipes = Recipes()
         self._iteration = 0  # nvdlfw_inspect's count, of the iteration that the recorder is in
         self._latest: int | None = None  # its count now
         self._begun_at = 0  # the recorder's own count when that iteration began
@@ -101,7 +103,7 @@ class Session:
             layer: name of the layer.
             iteration: nvdlfw_inspect's count.
             tensor: in high precision, or None.
-            quantized: what the two products read, row-wise and column-wise.
+            quantized: what the two products read, row-wise and column-wise, and who quantized.
         """
         if self.refused:
             return
@@ -118,12 +120,16 @@ class Session:
             operands = sort_operands(tensor, quantized.rowwise, quantized.columnwise)
             sink = self._sink_for(operands)
             if sink is not None:
-                self._record(sink, plan, layer, seen, operands)
+                self._record(sink, plan, layer, seen, operands, quantized.quantizer)
 
-    def _record(self, sink: Capture, plan: TensorPlan, layer: str, seen: Moment, operands: Operands) -> None:
+    def _record(
+        self, sink: Capture, plan: TensorPlan, layer: str, seen: Moment, operands: Operands, quantizer: object
+    ) -> None:
         if not operands.records:
             sink.blind(layer, plan.tensor, operands.reason or "no data were shown")
             return
+        recipe = self._recipes.of(layer, is_forward=seen.node is None)
+        fresh = operands.at_quantizing
         named = sink.microbatch_index if sink.names_microbatches else None
         for record in operands.records:
             if record.part and "quantized" not in plan.keep:
@@ -141,8 +147,8 @@ class Session:
                 call=call,
                 stage=seen.stage,
                 high_precision=record.high_precision,
-                quantized=record.quantized,
-                columnwise=record.columnwise,
+                quantized=with_state(record.quantized, quantizer, recipe, at_quantizing=fresh),
+                columnwise=with_state(record.columnwise, quantizer, recipe, at_quantizing=fresh),
                 rotates=False,
                 keep=plan.keep,
             )
@@ -260,6 +266,7 @@ class Quantizations(NamedTuple):
 
     rowwise: object = None
     columnwise: object = None
+    quantizer: object = None
 
 
 def is_capturing() -> bool:

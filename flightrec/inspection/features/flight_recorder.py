@@ -75,7 +75,7 @@ class FlightRecorder(BaseConfigAPIMapper):  # type: ignore[misc]  # nvdlfw_inspe
         """Record the tensor, during the call."""
         with contained("the feature FlightRecorder"):
             try:
-                shown = sessions.Quantizations(rowwise_quantized_tensor, columnwise_quantized_tensor)
+                shown = sessions.Quantizations(rowwise_quantized_tensor, columnwise_quantized_tensor, quantizer)
                 _session.inspect(config, layer_name, iteration, tensor, shown)
             except Exception as error:
                 _session.fail(error, layer_name, tensor_name)
