@@ -16,8 +16,8 @@ from flightrec.config.load import load, packaged
 CONFIGS = sorted(path.stem for path in packaged().parent.glob("*.yaml"))
 
 
-def test_the_three_configurations_are_there():
-    assert {"default", "long-pretrain", "nan-hunt"} <= set(CONFIGS)
+def test_the_configurations_are_there():
+    assert {"default", "long-pretrain", "nan-hunt", "te-fp8-pretrain"} <= set(CONFIGS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
