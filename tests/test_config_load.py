@@ -16,7 +16,7 @@ from flightrec.config.rules import RULE_CLASSES
 from flightrec.errors import ConfigError
 
 DOCS = Path(__file__).parents[1] / "docs" / "configuration.md"
-PACKAGED = ["default", "long-pretrain", "nan-hunt"]
+PACKAGED = ["default", "long-pretrain", "nan-hunt", "te-fp8-pretrain"]
 
 
 def test_sources(tmp_path):

@@ -17,8 +17,8 @@ CONFIGS = sorted(path.stem for path in packaged().parent.glob("*.yaml") if not p
 """Those of a recorder; the others are nvdlfw_inspect's."""
 
 
-def test_the_three_configurations_are_there():
-    assert {"default", "long-pretrain", "nan-hunt"} <= set(CONFIGS)
+def test_the_configurations_are_there():
+    assert {"default", "long-pretrain", "nan-hunt", "te-fp8-pretrain"} <= set(CONFIGS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -22,7 +22,7 @@ from flightrec.config.load import load, packaged
 
 place = pathlib.Path(flightrec.__file__).resolve()
 assert sys.prefix in str(place), place
-for name in ("default", "long-pretrain", "nan-hunt"):
+for name in ("default", "long-pretrain", "nan-hunt", "te-fp8-pretrain"):
     assert sys.prefix in str(packaged(name)), packaged(name)
     load(packaged(name))
 assert (place.parent / "py.typed").is_file()
