@@ -7,8 +7,8 @@ iteration behind the one that is looked at, so that a rule fires and the inciden
 row a layer and tensor (of the first transformer layer, or of all), and the totals.
 
 DumpTensors is told to dump one iteration. It dumps all of them, since Transformer Engine shows a tensor to every
-feature of a layer if one of them wants it; only that iteration counts here. How long a step takes without it is measured
-in a second run.
+feature of a layer if one of them wants it; only that iteration counts here. How long a step takes without it is
+measured in a second run.
 """
 
 from __future__ import annotations
