@@ -2,9 +2,13 @@
 
     python tests/benchmarks/dump_tensors.py [--recipe delayed|current|block] [--all]
 
-Needs a GPU, Transformer Engine and nvdlfw_inspect. Both features are in one configuration. DumpTensors dumps one
-iteration; a NaN is planted in the next one, so that a rule fires and the incident holds both. Prints a Markdown table,
-a row a layer and tensor (of the first transformer layer, or of all), and the totals.
+Needs a GPU, Transformer Engine and nvdlfw_inspect. Both features are in one configuration. A NaN is planted in the
+iteration behind the one that is looked at, so that a rule fires and the incident holds both. Prints a Markdown table, a
+row a layer and tensor (of the first transformer layer, or of all), and the totals.
+
+DumpTensors is told to dump one iteration. It dumps all of them, since Transformer Engine shows a tensor to every
+feature of a layer if one of them wants it; only that iteration counts here. How long a step takes without it is
+measured in a second run.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ import torch
 import flightrec
 
 TENSORS = ["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
-DUMPED_AT, NUM_MICROBATCHES = 4, 2
+LOOKED_AT, NUM_MICROBATCHES = 4, 2
 SECTION = """
 look:
   enabled: True
@@ -77,26 +81,29 @@ def main() -> None:
     te_models.load()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        writes, steps = run(options.recipe, folder)
-        (incident_path,) = (path for path in folder.rglob("*.index.h5"))
-        with flightrec.open(incident_path.parent) as incident:
-            rows = collect(folder, writes, incident)
+        writes, dumping = run(options.recipe, folder / "both", dump=True)
+        _, quiet = run(options.recipe, folder / "ours", dump=False)
+        (index,) = (folder / "both").rglob("*.index.h5")
+        with flightrec.open(index.parent) as incident:
+            rows = collect(writes, incident)
             print_versions(options.recipe)
             print_rows(rows, everything=options.all)
-            print_totals(rows, incident, steps)
+            print_totals(rows, incident, {"dumping": dumping, "quiet": quiet})
 
 
-def run(recipe: str, folder: Path) -> tuple[list[tuple[Path, float]], dict[str, float]]:
-    """Train under debug mode with both features; returns each file that was dumped and its seconds, and step times."""
+def run(recipe: str, folder: Path, *, dump: bool) -> tuple[list[tuple[Path, float]], float]:
+    """Train under debug mode; returns the files that were dumped with their seconds, and a step's median seconds."""
     import nvdlfw_inspect.api as debug_api
+    from transformer_engine.debug.pytorch.debug_state import TEDebugState
 
-    config = folder / "inspect.yaml"
-    names = ", ".join(TENSORS)
-    dump = DUMP.format(tensors=names, at=DUMPED_AT)
-    config.write_text(SECTION.format(dump=dump, tensors=names, directory=folder / "incidents"))
+    folder.mkdir()
+    config, names = folder / "inspect.yaml", ", ".join(TENSORS)
+    section = DUMP.format(tensors=names, at=LOOKED_AT) if dump else ""
+    config.write_text(SECTION.format(dump=section, tensors=names, directory=folder / "incidents"))
+    TEDebugState._reset()
     debug_api.initialize(config_file=str(config), feature_dirs=feature_directories(), log_dir=str(folder / "log"))
     model = te_models.make(names=True)
-    recipe_, data = te_models.recipe_of(recipe), te_models.tokens(DUMPED_AT + 3, NUM_MICROBATCHES)
+    recipe_, data = te_models.recipe_of(recipe), te_models.tokens(LOOKED_AT + 3, NUM_MICROBATCHES)
     times: list[float] = []
     started = [0.0]
 
@@ -104,7 +111,7 @@ def run(recipe: str, folder: Path) -> tuple[list[tuple[Path, float]], dict[str, 
         if microbatch == 0:
             torch.cuda.synchronize()
             started[0] = time.perf_counter()
-            if iteration == DUMPED_AT + 1:
+            if iteration == LOOKED_AT + 1:
                 with torch.no_grad():
                     model.layers[1].layernorm_mlp.fc1_weight[3, 5] = math.nan
 
@@ -116,8 +123,9 @@ def run(recipe: str, folder: Path) -> tuple[list[tuple[Path, float]], dict[str, 
     with timed_saves() as writes:
         te_models.train(model, recipe_, data, optimizer="sgd", before=before, end=end)
     debug_api.end_debug()
-    quiet = statistics.median(times[2:DUMPED_AT])
-    return writes, {"with DumpTensors": times[DUMPED_AT], "quiet": quiet}
+    TEDebugState._reset()
+    here = [(path, seconds) for path, seconds in writes if path.parent.name == f"iter_{LOOKED_AT:06d}"]
+    return here, statistics.median(times[2 : LOOKED_AT + 1])
 
 
 @contextlib.contextmanager
@@ -145,10 +153,10 @@ def feature_directories() -> list[str]:
     return [str(Path(transformer_engine.__file__).parent / "debug" / "features"), flightrec.feature_directory()]
 
 
-def collect(folder: Path, writes: list[tuple[Path, float]], incident: Any) -> dict[tuple[str, str], Row]:
+def collect(writes: list[tuple[Path, float]], incident: Any) -> dict[tuple[str, str], Row]:
     """Both sides by (layer, tensor)."""
     rows: dict[tuple[str, str], Row] = {}
-    for record in incident.records(iteration=DUMPED_AT, tensor=TENSORS):
+    for record in incident.records(iteration=LOOKED_AT, tensor=TENSORS):
         rows.setdefault((record.key.layer, record.key.tensor), Row()).records.append(record)
     by_name = {f"{flat(layer)}_{tensor}.pt": (layer, tensor) for layer, tensor in rows}
     for path, seconds in writes:
@@ -173,7 +181,7 @@ def print_versions(recipe: str) -> None:
     print(
         f"{torch.cuda.get_device_name()}; Python {platform.python_version()}, {versions}, flightrec "
         f"{flightrec.__version__}; {te_models.NUM_LAYERS} TransformerLayers, hidden {te_models.HIDDEN}, "
-        f"{recipe} scaling, {NUM_MICROBATCHES} microbatches; iteration {DUMPED_AT}\n"
+        f"{recipe} scaling, {NUM_MICROBATCHES} microbatches; iteration {LOOKED_AT}\n"
     )
 
 
@@ -232,7 +240,7 @@ def print_totals(rows: dict[tuple[str, str], Row], incident: Any, steps: dict[st
     num_overwritten = sum(row.writes - 1 for row in rows.values() if row.writes)
     microbatches = {record.key.microbatch for record in records if record.key.microbatch >= 0}
     modules = ", ".join(sorted({name for path in paths for name in pickled_modules(path)}))
-    saving = f"{sum(row.seconds for row in rows.values()):.2f} in torch.save; this step {steps['with DumpTensors']:.2f}"
+    saving = f"{sum(row.seconds for row in rows.values()):.2f} of a step's {steps['dumping']:.2f} in torch.save"
     lines = [
         ("files", len(paths), len(ours)),
         ("MiB on disk", f"{total(paths):.1f}", f"{total(ours):.1f}"),
@@ -241,7 +249,7 @@ def print_totals(rows: dict[tuple[str, str], Row], incident: Any, steps: dict[st
         ("their MiB", f"{total(paths):.1f}", f"{sum(record.num_bytes for record in records) / 2**20:.1f}"),
         ("microbatches kept", f"1 of {NUM_MICROBATCHES}, {num_overwritten} files overwritten",
          f"{len(microbatches)} of {NUM_MICROBATCHES}"),
-        ("seconds in the training loop", saving, f"a step without DumpTensors {steps['quiet']:.2f}"),
+        ("seconds in the training loop", saving, f"part of the {steps['quiet']:.2f} of a step with it alone"),
         ("needed to read it", f"pickle, with {modules}", "numpy and h5py"),
     ]  # fmt: skip
     print("\n| | DumpTensors | incident |\n|---|---|---|")
