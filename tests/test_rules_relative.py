@@ -30,6 +30,10 @@ def erring(error: float, largest: float = E4M3, **values: float) -> dict[str, fl
 KINDS = [(SaturationRule, clipped), (QuantizationErrorRule, erring)]
 
 
+def uncalibrated(values) -> bool:
+    return values.get("scale_min") == 1 and values.get("scale_max") == 1
+
+
 class PlainShare(PlainSeries):
     def __init__(self, rule) -> None:
         super().__init__(rule)
@@ -46,8 +50,8 @@ class PlainShare(PlainSeries):
         shares = {seen: self.share(found) for seen, found in values.items()}
         real = {seen: share for seen, share in shares.items() if share == share}
         first, self.met = not self.met, self.met or bool(real)
-        if first and all(v.get("scale_min") == 1 and v.get("scale_max") == 1 for v in values.values()):
-            return False, set()
+        if first:
+            real = {seen: share for seen, share in real.items() if not uncalibrated(values[seen])}
         limit = self.rule.new_row
         if len(self.window) >= self.rule.min_samples:
             floor = self.rule.minimum
@@ -109,6 +113,8 @@ def test_the_first_sample_of_delayed_scaling_counts_for_nothing(kind):
     }
     assert run.fired(first) == {key("c")}
     assert run.fired({key("a"): made(0.9) | initial, key("b"): made(0.001)}) == {key("a")}
+    both = {key("d", microbatch=0): made(0.9) | initial, key("d", microbatch=1): made(0.001)}
+    assert run.fired(both) == set()
     for _ in range(16):
         assert run.fired({key("b"): made(0.001)}) == set()
     assert run.fired({key("b"): made(0.3)}) == {key("b")}, "the first sample must not stand in the window"

@@ -24,8 +24,8 @@ class RelativeRule(DeviceRule):
     ``new_row`` whatever the history says; with ``min_samples`` samples, also above ``factor`` x the maximum of the
     window, if that is above ``minimum``, or without one above what ``minimums`` says of the row's format.
 
-    The very first sample of a series counts for nothing if all its scales are exactly 1: delayed scaling starts there,
-    before it has seen a tensor, and what it makes of that one says nothing of what follows.
+    In the very first sample of a series, records whose scales are exactly 1 count for nothing: delayed scaling starts
+    there, before it has seen a tensor, and what it makes of that one says nothing of what follows.
     """
 
     minimums: ClassVar[dict[float, float]] = {}
@@ -49,7 +49,7 @@ class RelativeRule(DeviceRule):
         """Judge one tick; see the class."""
         share = self.measure(samples)
         value = torch.where((share >= 0) & samples.present, share, self._none)
-        value.masked_fill_(self._not_calibrated(samples, value)[:, None], -1.0)
+        value.masked_fill_(self._not_calibrated(samples, value), -1.0)
         sample = value.amax(1)
         sampled = sample >= 0
         threshold = self._threshold(samples)
@@ -58,11 +58,10 @@ class RelativeRule(DeviceRule):
         return Judgement(sampled, rows.any(1), rows, value, threshold)
 
     def _not_calibrated(self, samples: Samples, value: Tensor) -> Tensor:
-        """Bool [S]: the series' first sample, made with scales that are all 1 still."""
+        """Bool [S, K]: of a series' first sample, made with scales that are all 1 still."""
         low, high = samples.column(Statistic.SCALE_MIN), samples.column(Statistic.SCALE_MAX)
-        untouched = ((low == 1) & (high == 1)) | ~samples.present
         met = self.state["met"]
-        excused = untouched.all(1) & ~met
+        excused = (low == 1) & (high == 1) & ~met[:, None]
         met.logical_or_((value >= 0).any(1))
         return excused
 
