@@ -72,10 +72,12 @@ class Session:
             raw: the ``FlightRecorder`` mapping of the layer's section, always the same object for a section.
             tensor: name of the tensor.
         """
-        if self.refused or not isinstance(raw, Mapping):
+        if not isinstance(raw, Mapping):
             return None
-        known = self._tensors.get(id(raw))
+        known = self._tensors.get(id(raw))  # also once refused: Transformer Engine's default, asked instead, may raise
         if known is None:
+            if self.refused:
+                return None
             try:
                 known = (raw, self._tensors_of(raw))
             except Exception as error:
