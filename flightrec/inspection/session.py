@@ -290,7 +290,11 @@ def live_plan() -> InspectPlan:
     loaded = [{**vars(config)["extension_config"]} for config in configs]
     names, document, origin, folder = _names(len(loaded))
     data = {
-        name: {"enabled": True, "layers": {}, **({NAMESPACE: entry[NAMESPACE]} if NAMESPACE in entry else {})}
+        name: {
+            "enabled": True,
+            "layers": {"exact_layer_names": []},
+            **({NAMESPACE: entry[NAMESPACE]} if NAMESPACE in entry else {}),
+        }
         for name, entry in zip(names, loaded, strict=True)
     }
     return plan_of(data, document=document, origin=origin, folder=folder)
