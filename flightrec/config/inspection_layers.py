@@ -32,9 +32,7 @@ def check_layers(path: Path, layers: Mapping[Any, Any], problems: list[Problem])
     given = [key for key in _KEYS if layers.get(key) is not None]
     if not given and all(key in _KEYS for key in layers):
         problems.append(Problem(path, f"expected one of {', '.join(_KEYS)}, {_EXAMPLE}"))
-    for key in given:
-        if wrong := _wrong(key, layers[key]):
-            problems.append(Problem((*path, key), wrong))
+    problems += [Problem((*path, key), wrong) for key in given if (wrong := _wrong(key, layers[key]))]
 
 
 def _wrong(key: str, value: Any) -> str:
