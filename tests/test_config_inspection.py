@@ -249,3 +249,67 @@ def test_a_plan_describes_itself() -> None:
     assert load().sections[0].tensors["activation"].describe() == (
         "activation (keeps high_precision, quantized) in every iteration"
     )
+
+
+LAYERS = "layer_name_regex_pattern, layer_types, layer_numbers, exact_layer_names"
+
+
+@pytest.mark.parametrize(
+    "layers, message",
+    [
+        ({}, f"a.layers: expected one of {LAYERS}, such as"),
+        ({"layer_name_regex_pattern": None}, f"a.layers: expected one of {LAYERS}, such as"),
+        (
+            {"layer_name_regexp": ".*"},
+            "a.layers.layer_name_regexp: unknown key, which nvdlfw_inspect ignores, did you ",
+        ),
+        ({"layer_name_regex_pattern": "*fc1"}, "a.layers.layer_name_regex_pattern: no regular expression: nothing to "),
+        ({"layer_name_regex_pattern": ["fc1"]}, "a.layers.layer_name_regex_pattern: expected a regular expression as"),
+        ({"layer_types": "fc1"}, "a.layers.layer_types: expected a list of texts, got the text 'fc1'"),
+        ({"exact_layer_names": [3]}, "a.layers.exact_layer_names: expected a list of texts, got [3]"),
+        ({"layer_numbers": 5}, "a.layers.layer_numbers: expected a list of numbers and spans such as [0, 4-7], or all"),
+        ({"layer_numbers": ["4 to 7"]}, "a.layers.layer_numbers: expected a list of numbers and spans"),
+    ],
+)
+def test_layers_that_nvdlfw_inspect_would_not_match_as_meant_are_refused(layers: Any, message: str) -> None:
+    assert message in refused({"a": {**section(tensors=["weight"]), "layers": layers}})
+
+
+@pytest.mark.parametrize(
+    "layers", [{"layer_types": ["fc1"], "layer_numbers": [0, "4-7"]}, {"layer_numbers": "all"}, {"layer_types": "all"}]
+)
+def test_layers_as_nvdlfw_inspect_takes_them_are_accepted(layers: Any) -> None:
+    assert load_inspect({"a": {**section(tensors=["weight"]), "layers": layers}}).sections
+
+
+def test_a_switch_that_does_not_mean_what_it_says_is_refused() -> None:
+    taken = "expected True or False, got the text 'no', which nvdlfw_inspect takes for True"
+    assert f"a.enabled: {taken}" in refused({"a": {**section(tensors=["weight"]), "enabled": "no"}})
+    assert f"a.transformer_engine.FlightRecorder.enabled: {taken}" in refused(
+        {"a": section(tensors=["weight"], enabled="no")}
+    )
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "inspect.yaml"
+    file.write_text(text("enabled: True\ntensors: [weight]\nfreq: 1\nfreq: 100"))
+    assert f"{file}:9:13: flight.transformer_engine.FlightRecorder.freq: the key stands here a second" in refused(file)
+
+
+def test_a_file_without_sections_is_told_what_it_lacks(tmp_path: Path) -> None:
+    file = tmp_path / "inspect.yaml"
+    file.write_text("- a list\n")
+    assert "expected a mapping with a section for each group of layers, got a list" in refused(file)
+
+
+@pytest.mark.parametrize(
+    "recorder, message",
+    [
+        ({"start_end_list": [[-5, -1]]}, "start_end_list[0][0]: expected at least 0, got -5"),
+        ({"start_end_list": [[0, 5, 6]]}, "start_end_list[0]: expected at most 2 entries, got [0, 5, 6]"),
+        ({"triggers": {"kind": "nonfinite"}}, "triggers: expected a list, got a mapping with kind"),
+        ({"tensors": None, "tensors_struct": [{"freq": 1}]}, "tensors_struct[0].tensor: missing key"),
+    ],
+)
+def test_wrong_values_are_told_in_words_of_the_file(recorder: Any, message: str) -> None:
+    assert message in refused({"a": section(**{"tensors": ["weight"], **recorder})})

@@ -540,6 +540,23 @@ def test_a_refused_configuration_switches_the_feature_off_and_says_why(
     assert net.debugged == [False] * 3
 
 
+def test_a_refusal_in_the_middle_of_an_iteration_never_reaches_transformer_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The layer is in debug mode already and shows its other tensors; the API's own default would not take them."""
+    (tmp_path / "incidents").write_text("in the way")
+    net = DebugLinear("fc1")
+    with (
+        debugging({"a": section(FlightRecorder={"tensors": ALL})}, tmp_path) as api,
+        caplog.at_level(logging.ERROR, "flightrec"),
+    ):
+        train(net, api, range(3))
+    told = [record.getMessage() for record in caplog.records if record.name == "flightrec"]
+    assert len(told) == 1
+    assert "is not a directory" in told[0]
+    assert net.debugged == [True, False, False]
+
+
 def test_odd_arguments_raise_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with debugging({"a": section(FlightRecorder={"tensors": ALL})}, tmp_path) as api:
         from nvdlfw_inspect.registry import Registry

@@ -49,6 +49,7 @@ def test_a_placeholder_without_main_grad_is_told():
     assert found.tensor is None
     assert "placeholder" in found.reason
     assert "removed" in gradient_of(parameter(grad=None)).reason
+    assert "delay_wgrad_compute" in gradient_of(parameter(grad=None)).reason
 
 
 class Fused(torch.autograd.Function):

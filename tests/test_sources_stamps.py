@@ -17,6 +17,7 @@ from sources_support import (
     train,
 )
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from flightrec.records import Phase
 from flightrec.sources import stamps
@@ -111,6 +112,28 @@ def test_recompute_is_a_phase_with_the_microbatch_of_its_backward(mode):
         assert sink.one("blocks.0.fc1", "gradient", microbatch=microbatch)
         assert sink.one("blocks.0.fc1", "wgrad", microbatch=microbatch, part="")
     assert {k.phase for k in sink.recorded() if k.stage is BACKWARD} == {Phase.TRAIN}
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_model_that_is_checkpointed_as_a_whole_trains(reentrant):
+    torch.manual_seed(0)
+    model, sink = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), RecordingSink(phases=tuple(Phase))
+    with Watch(model, sink) as watch:
+        for _ in range(2):
+            for _ in range(2):
+                x = torch.randn(2, 8, requires_grad=True)
+                checkpoint(model, x, use_reentrant=reentrant).square().sum().backward()
+            with torch.no_grad():
+                model(torch.randn(2, 8))
+            watch.step()
+    for iteration in range(2):
+        for phase in (Phase.TRAIN, Phase.RECOMPUTE):
+            found = sink.find("1", "activation", iteration, phase=phase)
+            assert [seen.key.microbatch for seen in found] == [0, 1]
+        assert [seen.key.microbatch for seen in sink.find("1", "gradient", iteration)] == [0, 1]
+        assert len(sink.find("1", "activation", iteration, phase=Phase.EVAL)) == 1
+        assert len(sink.find("1", "weight", iteration, phase=Phase.TRAIN)) == 1
+    assert not sink.blinds
 
 
 def test_an_exception_in_the_model_is_raised_unchanged_and_the_next_forward_counts_right():

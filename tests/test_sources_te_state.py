@@ -32,6 +32,14 @@ def test_a_recipe_comes_with_all_its_fields_by_name_and_as_the_same_object():
     assert recipe_fields(made) is fields
 
 
+def test_a_recipe_that_was_changed_in_place_is_read_again():
+    made = recipes().DelayedScaling(margin=0)
+    before = recipe_fields(made)
+    made.margin = 3
+    assert (before["margin"], recipe_fields(made)["margin"]) == (0, 3)
+    assert recipe_fields(made) is recipe_fields(made)
+
+
 def test_functions_and_nested_settings_of_a_recipe_are_named():
     def latest(history):
         return history[0]

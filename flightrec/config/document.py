@@ -81,8 +81,13 @@ class Document:
         return problem.located(1, 1)
 
 
-def parse(text: str, origin: str) -> Document:
+def parse(text: str, origin: str, *, keys: str = "keys such as ring and triggers") -> Document:
     """Parse one YAML document.
+
+    Args:
+        text: the document.
+        origin: what messages call it.
+        keys: that it should have, in words.
 
     Raises:
         InvalidConfigError: not YAML, several documents, not a mapping, or too large. Tags, duplicate keys and keys that
@@ -105,7 +110,7 @@ def parse(text: str, origin: str) -> Document:
         raise InvalidConfigError([Problem((), "nested too deeply")], origin) from None
     if not isinstance(data, dict) and not reader.problems:
         kind = "a list" if isinstance(data, list) else "a single value"
-        problem = Problem((), f"expected a mapping with keys such as ring and triggers, got {kind}")
+        problem = Problem((), f"expected a mapping with {keys}, got {kind}")
         reader.problems.append(problem.located(*_position(root)))
     if not isinstance(data, dict) or reader.num_values > MAX_VALUES:
         raise InvalidConfigError(reader.problems, origin)

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from flightrec.config.document import Document, parse
+from flightrec.config.inspection_layers import check_layers
 from flightrec.config.inspection_section import (
     FlightRecorderSection,
     TensorPlan,
@@ -112,7 +113,7 @@ def read_inspect(path: Path) -> tuple[Mapping[str, Any], Document | None]:
         raise ConfigError(f"{path}: no such file; nvdlfw_inspect would run without any feature") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
-    document = parse(text, str(path))
+    document = parse(text, str(path), keys="a section for each group of layers")
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -140,7 +141,8 @@ def plan_of(
     Raises:
         ConfigError: see ``load_inspect``.
     """
-    problems: list[Problem] = []
+    twice = () if document is None else document.problems  # such as a key that stands twice: nvdlfw_inspect takes one
+    problems: list[Problem] = [problem for problem in twice if FEATURE in problem.path]
     sections: list[tuple[InspectSection, FlightRecorderSection]] = []
     for name, raw in _raw_sections(data, problems):
         found = section_of(raw, (str(name), NAMESPACE, FEATURE), problems)
@@ -172,7 +174,7 @@ def _raw_sections(data: Mapping[str, Any], problems: list[Problem]) -> Iterator[
         if not isinstance(section, Mapping) or "enabled" not in section:
             problems.append(Problem((str(name),), "expected a section with enabled: True or False, and layers"))
             continue
-        if not section["enabled"]:
+        if _switch((name, "enabled"), section["enabled"], problems) and not section["enabled"]:
             continue
         enabled += 1
         if not isinstance(section.get("layers"), Mapping):
@@ -188,10 +190,21 @@ def _raw_sections(data: Mapping[str, Any], problems: list[Problem]) -> Iterator[
                 problems.append(Problem(path, f"expected a mapping with enabled and tensors, got {describe(raw)}"))
             elif "enabled" not in raw:
                 problems.append(Problem(path, "missing key enabled: True or False"))
-            elif raw["enabled"]:
+            elif _switch((*path, "enabled"), raw["enabled"], problems) and raw["enabled"]:
+                if isinstance(section.get("layers"), Mapping):
+                    check_layers((name, "layers"), section["layers"], problems)
                 yield name, raw
     if not enabled and not problems:
         problems.append(Problem((), "no section is enabled; nvdlfw_inspect refuses such a file"))
+
+
+def _switch(path: KeyPath, value: object, problems: list[Problem]) -> bool:
+    """Say whether a value of ``enabled`` means what it looks like."""
+    if isinstance(value, bool):
+        return True
+    taken = f"which nvdlfw_inspect takes for {bool(value)}"
+    problems.append(Problem(path, f"expected True or False, got {describe(value)}, {taken}"))
+    return False
 
 
 def _shared(

@@ -5,7 +5,7 @@ Offline. Pure functions over frozen models; no state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,8 @@ from flightrec.records import Phase
 TensorName = Literal["activation", "weight", "gradient", "output", "wgrad", "dgrad"]
 """The tensors that Transformer Engine shows a feature."""
 
-Interval = Annotated[tuple[StrictInt, StrictInt], Field(description="First and last iteration, both included.")]
+Iteration = Annotated[StrictInt, Field(ge=0)]
+Interval = Annotated[tuple[Iteration, Iteration], Field(description="First and last iteration, both included.")]
 
 
 class TensorOptions(ConfigModel):
@@ -84,7 +85,7 @@ class FlightRecorderSection(TensorOptions):
         default=None, description="Where incidents go, relative to nvdlfw_inspect's `log_dir`; `incidents` if left out."
     )
     ring: Mapping[str, Any] | None = Field(default=None, description="As in a recorder's configuration.")
-    triggers: Sequence[Any] | None = Field(default=None, description="As in a recorder's configuration.")
+    triggers: tuple[Any, ...] | None = Field(default=None, description="As in a recorder's configuration.")
     incident: Mapping[str, Any] | None = Field(default=None, description="As in a recorder's configuration.")
     history: Mapping[str, Any] | None = Field(default=None, description="As in a recorder's configuration.")
 

@@ -207,6 +207,8 @@ _EXPECTED = {
     "less_than_equal": "expected at most {le}",
     "less_than": "expected less than {lt}",
     "too_short": "expected at least {min_length} entry",
+    "too_long": "expected at most {max_length} entries",
+    "missing": "missing key",
     "string_pattern_mismatch": "expected 1 to 64 letters, digits, - or _",
     "invalid_key": "expected a text as key",
 }

@@ -72,10 +72,12 @@ class Session:
             raw: the ``FlightRecorder`` mapping of the layer's section, always the same object for a section.
             tensor: name of the tensor.
         """
-        if self.refused or not isinstance(raw, Mapping):
+        if not isinstance(raw, Mapping):
             return None
-        known = self._tensors.get(id(raw))
+        known = self._tensors.get(id(raw))  # also once refused: Transformer Engine's default, asked instead, may raise
         if known is None:
+            if self.refused:
+                return None
             try:
                 known = (raw, self._tensors_of(raw))
             except Exception as error:
@@ -288,7 +290,11 @@ def live_plan() -> InspectPlan:
     loaded = [{**vars(config)["extension_config"]} for config in configs]
     names, document, origin, folder = _names(len(loaded))
     data = {
-        name: {"enabled": True, "layers": {}, **({NAMESPACE: entry[NAMESPACE]} if NAMESPACE in entry else {})}
+        name: {
+            "enabled": True,
+            "layers": {"exact_layer_names": []},
+            **({NAMESPACE: entry[NAMESPACE]} if NAMESPACE in entry else {}),
+        }
         for name, entry in zip(names, loaded, strict=True)
     }
     return plan_of(data, document=document, origin=origin, folder=folder)

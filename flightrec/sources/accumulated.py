@@ -47,5 +47,6 @@ def gradient_of(parameter: torch.Tensor) -> Gradient:
             return Gradient(main, MAIN_GRAD)
         return Gradient(None, reason="grad is a placeholder without values, and there is no main_grad")
     if gradient is None:
-        return Gradient(None, reason="an earlier hook removed the gradient (optimizer in backward)")
+        reason = "an earlier hook removed the gradient (optimizer in backward), or delay_wgrad_compute puts it off"
+        return Gradient(None, reason=reason)
     return Gradient(gradient)

@@ -44,6 +44,7 @@ class Stamps:
         self._calls: dict[tuple[str, int, Phase], int] = {}
         self._backward: dict[int, int] = {}  # graph task -> microbatch
         self._last_backward: int | None = None
+        self._last_forward = NO_MICROBATCH
         self._seen: set[Phase] = set()
 
     def enter(self, module: torch.nn.Module, layer: str) -> Stamp:
@@ -55,6 +56,8 @@ class Stamps:
         """
         frames = self._frames()
         if in_backward():
+            if module is self._root:
+                self._see_root_again()
             phase, microbatch = Phase.RECOMPUTE, self.backward_microbatch()
         else:
             stale = bool(frames) and (frames[0].phase is Phase.RECOMPUTE or len(frames) > _MAX_FRAMES)
@@ -63,12 +66,14 @@ class Stamps:
             if frames:
                 phase = frames[0].phase
             else:
-                training = self._root.training and torch.is_grad_enabled()
+                training = self._root.training and (torch.is_grad_enabled() or _in_function())
                 phase = Phase.TRAIN if training else Phase.EVAL
                 self._seen.add(phase)
                 if training and (module is self._root or self._sink.microbatch_index == NO_MICROBATCH):
                     self._sink.begin_microbatch_implicit()
             microbatch = self._sink.microbatch_index
+            if phase is Phase.TRAIN:
+                self._last_forward = microbatch
         key = (layer, microbatch, phase)
         with self._lock:
             call = self._calls.get(key, 0)
@@ -110,6 +115,11 @@ class Stamps:
             with self._lock:
                 self._backward[task] = microbatch
 
+    def _see_root_again(self) -> None:
+        """The whole model is recomputed: nothing of this backward pass was seen, so it is the latest forward's."""
+        if self._last_forward != NO_MICROBATCH and torch._C._current_graph_task_id() not in self._backward:
+            self.see_backward(self._last_forward)
+
     def backward_microbatch(self) -> int:
         """Microbatch of this backward pass; if nothing was seen of it, of the latest one, else the current one."""
         with self._lock:
@@ -122,6 +132,7 @@ class Stamps:
             self._calls.clear()
             self._backward.clear()
             self._last_backward = None
+            self._last_forward = NO_MICROBATCH
 
     def _frames(self) -> list[Stamp]:
         try:
@@ -129,6 +140,14 @@ class Stamps:
         except AttributeError:
             frames = self._local.frames = []
         return frames
+
+
+def _in_function() -> bool:
+    """Say whether this is the forward of an autograd function, such as reentrant checkpointing's first forward.
+
+    There forward-mode gradients are off too, which ``torch.no_grad()`` alone leaves on.
+    """
+    return not torch._C._is_fwd_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def in_backward() -> bool:

@@ -18,7 +18,8 @@ from flightrec.sources.te_layers import PACKAGE
 
 _QUANTIZED = f"{PACKAGE}.quantized_tensor"
 _MAX_RECIPES = 64
-_recipes: dict[int, tuple[Any, dict[str, Any]]] = {}  # by id; the recipe is kept, so that its id is not used again
+_recipes: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
+"""By id: the recipe, which is kept, so that its id is not used again; its attributes when read; the plain values."""
 
 
 def is_storage(value: object) -> bool:
@@ -95,17 +96,18 @@ def _history(meta: Mapping[str, Any], amax: torch.Tensor) -> torch.Tensor | None
 
 
 def recipe_fields(recipe: Any) -> Mapping[str, Any]:
-    """A recipe's fields as plain values: enumerations and functions by name."""
+    """A recipe's fields as plain values: enumerations and functions by name. The same object until one is changed."""
     known = _recipes.get(id(recipe))
-    if known is not None and known[0] is recipe:
-        return known[1]
+    attributes = getattr(recipe, "__dict__", {})
+    if known is not None and known[0] is recipe and known[1] == attributes:
+        return known[2]
     fields: dict[str, Any] = {"class": type(recipe).__name__}
     if dataclasses.is_dataclass(recipe):
         for field in dataclasses.fields(recipe):
             fields[field.name] = _plain(getattr(recipe, field.name, None))
     if len(_recipes) >= _MAX_RECIPES:
         _recipes.clear()
-    _recipes[id(recipe)] = (recipe, fields)
+    _recipes[id(recipe)] = (recipe, dict(attributes), fields)
     return fields
 
 
