@@ -42,6 +42,8 @@ if HAS_TORCH:
     import torch
 
     torch.set_num_threads(1)
+    if not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its own functions are kernels, too
     if torch.cuda.is_available():
         with warnings.catch_warnings():  # torch says once that the mode is a prototype, in the first test that uses it
             warnings.simplefilter("ignore")

@@ -18,10 +18,21 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, GPU])
 DEVICES = ["cpu", CUDA]
 
+
+def fused_capture(*arguments) -> None:
+    """Triton's kernels; one that fails is a failed test, not a record by the reference."""
+    from flightrec.kernels import device
+
+    assert not device._gave_up
+    device.capture(*arguments)
+    assert not device._gave_up
+
+
 IMPLEMENTATIONS = [
     pytest.param((reference.capture, "cpu"), id="reference-cpu"),
     pytest.param((host.capture, "cpu"), id="host"),
     pytest.param((reference.capture, "cuda"), id="reference-cuda", marks=[pytest.mark.gpu, GPU]),
+    pytest.param((fused_capture, "cuda"), id="triton", marks=[pytest.mark.gpu, GPU]),
 ]
 
 CODE_TYPES = {

@@ -13,5 +13,11 @@ def test_the_cpu_has_its_own_implementation():
 
 @pytest.mark.gpu
 @GPU
-def test_cuda_takes_the_reference():
-    assert ops.choose(torch.device("cuda")) is reference.capture
+def test_cuda_takes_tritons_kernels():
+    from flightrec.kernels import device
+
+    assert ops.choose(torch.device("cuda")) is device.capture
+
+
+def test_another_device_takes_the_reference():
+    assert ops.choose(torch.device("meta")) is reference.capture

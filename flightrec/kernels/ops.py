@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -28,5 +29,11 @@ class Capture(Protocol):
 
 
 def choose(device: torch.device) -> Capture:
-    """The implementation for tensors on ``device``: ``host`` on the CPU, ``reference`` elsewhere."""
-    return host.capture if device.type == "cpu" else reference.capture
+    """The implementation for ``device``: ``host`` on the CPU, Triton's kernels on CUDA, ``reference`` elsewhere."""
+    if device.type == "cpu":
+        return host.capture
+    if device.type == "cuda" and torch.version.cuda is not None and importlib.util.find_spec("triton") is not None:
+        from flightrec.kernels import device as fused
+
+        return fused.capture
+    return reference.capture

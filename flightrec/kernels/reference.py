@@ -53,13 +53,14 @@ def copy_components(
 ) -> None:
     """Deep copies in logical order of everything that has a place."""
     if high_precision is not None and destination.high_precision is not None:
-        _copy(destination.high_precision, high_precision, slot)
+        copy_one(destination.high_precision, high_precision, slot)
     for target, part in zip(destination.parts, parts, strict=True):
         if target is not None:
-            _copy(target, part, slot)
+            copy_one(target, part, slot)
 
 
-def _copy(target: torch.Tensor, source: torch.Tensor, slot: torch.Tensor) -> None:
+def copy_one(target: torch.Tensor, source: torch.Tensor, slot: torch.Tensor) -> None:
+    """Copy ``source`` (any strides) into place ``slot`` (int64 ``[1]``) of ``target``, bit for bit."""
     if source.numel():
         target.index_copy_(0, slot, as_bits(source).unsqueeze(0))
 
