@@ -56,10 +56,9 @@ def values_pass(
     program = tl.program_id(0).to(tl.int64)
     BLOCK: tl.constexpr = ROWS * 8
     index = (tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]).to(tl.int64)
-    WORD: tl.constexpr = tl.int32
-    x_ptr = x_ptr.to(tl.pointer_type(WORD), bitcast=True)
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     if COPY:
-        copy_ptr = copy_ptr.to(tl.pointer_type(WORD), bitcast=True) + tl.load(slot_ptr) * slot_stride
+        copy_ptr = copy_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.load(slot_ptr) * slot_stride
     if MASKED:
         if limit_ptr is not None:
             limit = tl.load(limit_ptr) * limit
@@ -121,10 +120,9 @@ def halves_pass(
     program = tl.program_id(0).to(tl.int64)
     BLOCK: tl.constexpr = ROWS * 4
     index = (tl.arange(0, ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.int64)
-    WORD: tl.constexpr = tl.int32
-    x_ptr = x_ptr.to(tl.pointer_type(WORD), bitcast=True)
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     if COPY:
-        copy_ptr = copy_ptr.to(tl.pointer_type(WORD), bitcast=True) + tl.load(slot_ptr) * slot_stride
+        copy_ptr = copy_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.load(slot_ptr) * slot_stride
     if MASKED:
         if limit_ptr is not None:
             limit = tl.load(limit_ptr) * limit
@@ -216,10 +214,9 @@ def codes_pass(
     program = tl.program_id(0).to(tl.int64)
     BLOCK: tl.constexpr = ROWS * 4
     index = (tl.arange(0, ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.int64)
-    WORD: tl.constexpr = tl.int32
-    x_ptr = x_ptr.to(tl.pointer_type(WORD), bitcast=True)
+    x_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     if COPY:
-        copy_ptr = copy_ptr.to(tl.pointer_type(WORD), bitcast=True) + tl.load(slot_ptr) * slot_stride
+        copy_ptr = copy_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.load(slot_ptr) * slot_stride
     if MASKED:
         if limit_ptr is not None:
             limit = tl.load(limit_ptr) * limit
