@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -187,6 +188,16 @@ def test_what_the_kernels_do_not_know_is_the_references(by_reference):
         if number != 6:  # a scale a row is known
             assert by_reference, number
         by_reference.clear()
+
+
+def test_threads_do_not_share_partial_results():
+    """Between two launches of one record another thread may launch its own, on the same stream."""
+    sets = [device._scratch_of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))]
+    thread = threading.Thread(target=lambda: sets.append(device._scratch_of(sets[0].device)))
+    thread.start()
+    thread.join()
+    assert sets[0].data_ptr() != sets[1].data_ptr()
+    assert device._scratch_of(sets[0].device) is sets[0]
 
 
 def test_a_kernel_that_fails_ends_their_use_and_loses_nothing(monkeypatch, caplog):

@@ -2,7 +2,7 @@
 
 For dense tensors of the formats that training uses most: bfloat16, float16 and float32 values, FP8 codes with float32
 scales for a tensor or for blocks. Everything else goes to ``reference``. Launches on the caller's current stream and
-waits for nothing; scratch memory is one set a stream, so that programs of two streams never share it.
+waits for nothing; scratch memory is one set a thread and stream, so that no two records in the making share it.
 
 A kernel that cannot be compiled or launched (no compiler on the machine) ends the use of all of them, once and for all.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ _MAX_STREAMS = 64
 _COUNTS = (torch.int32, torch.int64)
 
 _log = logging.getLogger("flightrec")
-_scratch: dict[tuple[torch.device, int], torch.Tensor] = {}
+_local = threading.local()
 _num_sms: dict[torch.device, int] = {}
 _gave_up = False
 
@@ -341,13 +342,14 @@ def _num_programs(words: int, a_row: int, device: torch.device) -> int:
 
 
 def _scratch_of(device: torch.device) -> torch.Tensor | None:
-    """Partial results of the current stream; None for one stream too many."""
+    """This thread's partial results of the current stream; None for one stream too many."""
+    sets: dict[tuple[torch.device, int], torch.Tensor] = vars(_local).setdefault("sets", {})
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    scratch = _scratch.get((device, stream))
-    if scratch is None and len(_scratch) < _MAX_STREAMS:
+    scratch = sets.get((device, stream))
+    if scratch is None and len(sets) < _MAX_STREAMS:
         with torch.inference_mode(False):
             scratch = torch.zeros(_PLANES, _MANY, passes.NUM_PARTIALS, dtype=torch.float64, device=device)
-        _scratch[device, stream] = scratch
+        sets[device, stream] = scratch
     return scratch
 
 
