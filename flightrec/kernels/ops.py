@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
+from flightrec.hosthooks import describe
 from flightrec.kernels import host, reference
 from flightrec.kernels.plan import CapturePlan, Destination
+
+_log = logging.getLogger("flightrec")
 
 
 class Capture(Protocol):
@@ -33,7 +37,12 @@ def choose(device: torch.device) -> Capture:
     if device.type == "cpu":
         return host.capture
     if device.type == "cuda" and torch.version.cuda is not None and importlib.util.find_spec("triton") is not None:
-        from flightrec.kernels import device as fused
-
+        try:
+            from flightrec.kernels import device as fused
+        except Exception as error:  # a foreign package may raise anything: a recorder that is slow is one all the same
+            _log.warning(
+                "flightrec: Triton cannot be imported, records will cost many times as much: %s", describe(error)
+            )
+            return reference.capture
         return fused.capture
     return reference.capture
