@@ -78,8 +78,6 @@ def _give_up(error: Exception) -> None:
 class _Grid(NamedTuple):
     """How a scale of float32 words lies over what it scales, both in two dimensions."""
 
-    rows: int
-    columns: int
     row_stride: int
     column_stride: int
     block_rows: int
@@ -238,7 +236,7 @@ class _Job:
         num = _num_programs(x.numel(), 8, x.device)
         pointer, limit = self._limit(x)
         scale = partial if self.scale is None else self.scale
-        lies = (1, 1, 1, 1, 1) if grid is None else (codes.shape[-1], *grid[2:])
+        lies = (1, 1, 1, 1, 1) if grid is None else (codes.shape[-1], *grid)
         pairing.pair_pass[(num,)](
             x, codes.view(torch.uint8), x.numel(), scale, *lies, pointer, limit, partial,
             KIND=_KINDS[x.dtype], CODES=_CODES[plan.format], LARGEST=CODE_FORMATS[plan.format].largest_value,
@@ -317,7 +315,7 @@ def _grid(scale: torch.Tensor, shape: Sequence[int], block_shape: Sequence[int])
             blocks.append(size // count)
         else:
             return None
-    return _Grid(*scale.shape, *scale.stride(), *blocks)
+    return _Grid(*scale.stride(), *blocks)
 
 
 def _elements_a_row(tensor: torch.Tensor) -> int:
