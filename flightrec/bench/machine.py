@@ -4,48 +4,45 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
-PACKAGES = ("torch", "triton", "torchao", "transformer_engine", "nvdlfw-inspect", "transformers", "trainscope", "h5py")
+from flightrec.writer.surroundings import git_facts
+
+PACKAGES = (
+    "torch-flightrec",
+    "torch",
+    "triton",
+    "torchao",
+    "transformer_engine",
+    "nvdlfw-inspect",
+    "transformers",
+    "trainscope",
+)
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """Device, Python, versions of what is installed, and the commit of a checkout."""
-    from flightrec.version import __version__
-
-    found = {"device": _device(device), "python": platform.python_version(), "flightrec": __version__}
-    commit = _commit()
-    if commit:
-        found["commit"] = commit
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    found["torch"] = torch.__version__
+    """Device, Python, versions of what is installed, and the commit where this package lies in a checkout."""
+    found = {"device": _device(device), "Python": platform.python_version()}
+    if device.type == "cuda":
+        found["CUDA"] = str(torch.version.cuda)
+    found |= {name: told for name in PACKAGES if (told := _version(name))}
+    facts = git_facts(str(Path(__file__).parent))
+    if "commit" in facts:
+        found["commit"] = facts["commit"][:12] + (" and changes" if facts.get("dirty") else "")
     return found
 
 
 def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()}, {os.cpu_count()} processors, {torch.get_num_threads()} threads"
+    return f"{platform.machine()} CPU, {os.cpu_count()} processors, {torch.get_num_threads()} threads"
 
 
-def _commit() -> str:
-    """Short hash of the checkout that this package lies in, with a mark if it was changed; empty elsewhere."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return ""
+def _version(package: str) -> str:
     try:
-        told = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"],  # noqa: S607
-            cwd=root, capture_output=True, text=True, check=False, timeout=10,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
         return ""
-    return told.stdout.strip() if told.returncode == 0 else ""

@@ -62,7 +62,8 @@ def relative_overhead(off_s: Sequence[float], on_s: Sequence[float], *, seed: in
     """By which share the blocks with are longer than those without, pair by pair: 0.01 for 1%.
 
     Args:
-        off_s, on_s: seconds of a step in each block; blocks of one position belong together.
+        off_s: seconds of a step in each block without.
+        on_s: in each block with; blocks of one position belong together.
         seed: see ``median_interval``.
 
     Raises:

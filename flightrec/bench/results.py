@@ -146,10 +146,15 @@ class Comparison:
         if "missing" in data:
             return cls(data["name"], missing=data["missing"])
         recorded = data["recorded"]
+        off, on = (None if data[side] is None else Quiet(**data[side]) for side in ("off", "on"))
         return cls(
             data["name"],
-            *(tuple(data[name]) for name in ("off_s", "on_s", "host_off_s", "host_on_s")),
-            *(None if data[name] is None else Quiet(**data[name]) for name in ("off", "on")),
+            tuple(data["off_s"]),
+            tuple(data["on_s"]),
+            tuple(data["host_off_s"]),
+            tuple(data["host_on_s"]),
+            off,
+            on,
             None if recorded is None else Recorded(**{**recorded, "told": tuple(recorded["told"])}),
         )
 
