@@ -32,7 +32,7 @@ class Plan:
         seed: of the order.
     """
 
-    num_steps: int = 8
+    num_steps: int = 12
     num_warm_up: int = 10
     min_pairs: int = 8
     max_pairs: int = 40

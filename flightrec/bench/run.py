@@ -34,7 +34,7 @@ class Options:
     target: str = ""
     device: str | None = None
     tokens: Sequence[int | None] = (None,)
-    num_steps: int = 8
+    num_steps: int = 12
     num_warm_up: int = 10
     max_pairs: int = 40
     half_width: float = 0.003

@@ -46,7 +46,7 @@ def bench(
     interval: Annotated[
         float, typer.Option("--interval", min=0.0, help="End when the overhead is known to plus or minus so many %.")
     ] = 0.3,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a block.")] = 8,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a block.")] = 12,
     warm_up: Annotated[int, typer.Option("--warm-up", min=8, help="Steps before them.")] = 10,
     tokens: Annotated[
         list[int] | None, typer.Option("--tokens", min=1, help="Tokens of a step; may be given several times.")

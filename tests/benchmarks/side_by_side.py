@@ -1,6 +1,6 @@
 """The recorder beside the alternatives: the same model, one process, each way paired with the step without any.
 
-    python tests/benchmarks/side_by_side.py --output results.json [--tokens 4096 16384] [--only WORD ...] [--pairs 30]
+    python tests/benchmarks/side_by_side.py --output results.json [--tokens 4096 16384] [--only WORD ...] [--pairs 20]
 
 Needs a GPU and Transformer Engine; debug mode nvdlfw_inspect, and the others their packages: what is missing says so in
 its row. The JSON is that of ``flightrec bench --output`` and is written again after each row, so that a run that is cut
@@ -130,8 +130,8 @@ def trainscope(run: TeRun) -> Iterator[Bare]:
 
 def ways(num_pairs: int) -> dict[str, Way]:
     """Rows by name; the slow ones have few steps."""
-    often = Plan(max_pairs=num_pairs, min_pairs=min(8, num_pairs))
-    whole = Plan(max_pairs=max(1, num_pairs // 3), min_pairs=min(4, max(1, num_pairs // 3)))
+    often = Plan(num_steps=12, max_pairs=num_pairs, min_pairs=min(8, num_pairs))
+    whole = Plan(num_steps=12, max_pairs=max(1, num_pairs // 3), min_pairs=min(4, max(1, num_pairs // 3)))
     some = Plan(num_steps=6, num_warm_up=4, min_pairs=4, max_pairs=4, num_looks=4)
     few = Plan(num_steps=3, num_warm_up=2, min_pairs=2, max_pairs=2, num_looks=1, num_host_steps=1)
     once = Plan(num_steps=1, num_warm_up=0, min_pairs=1, max_pairs=1, num_looks=1, num_host_steps=0)
@@ -172,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tokens", type=int, nargs="+", default=[TOKENS])
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--recipe", choices=te_models.RECIPES, default="delayed")
     parser.add_argument("--only", nargs="+", default=[""], help="words; rows whose name has one of them")
@@ -187,6 +187,7 @@ def main() -> None:
         for name, way in ways(options.pairs).items():
             if not any(word in name for word in options.only) or (number and not isinstance(way.open, Config)):
                 continue
+            print(f"{name} ...", flush=True)
             began = time.perf_counter()
             found.append(measure(name, way, run))
             print(f"{time.perf_counter() - began:.1f} s: {' | '.join(tables.row(found[-1]))}", flush=True)
