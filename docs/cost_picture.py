@@ -32,7 +32,8 @@ STYLE = """<style>
 text { font: 12px sans-serif; fill: #808890 } .name { text-anchor: end } .title { font-weight: bold }
 .middle { text-anchor: middle } .ours { fill: #2e86c1 } .other { fill: #a6acaf } .grid { stroke: #80889044 }
 .axis { stroke: #808890; fill: none } .value { stroke: #2e86c1; stroke-width: 1.5; fill: none }
-.bound { stroke: #1e8449; stroke-dasharray: 4 3; fill: none } .host { stroke: #d68910; stroke-dasharray: 1 3; fill: none }
+.bound { stroke: #1e8449; stroke-dasharray: 4 3; fill: none }
+.host { stroke: #d68910; stroke-dasharray: 1 3; fill: none }
 </style>"""
 
 

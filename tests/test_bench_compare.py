@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -18,6 +20,7 @@ from flightrec.bench.results import Comparison
 from flightrec.bench.timing import look
 from flightrec.bench.workload import Workload
 from flightrec.config.load import load
+from flightrec.errors import AttachError
 from flightrec.recorder import Recorder
 
 CPU = torch.device("cpu")
@@ -99,19 +102,45 @@ class Sleeping:
 
     @contextmanager
     def open(self) -> Iterator[Bare]:
-        import time
-
         yield Bare(lambda: time.sleep(self.step_s))
 
 
 def test_pairs_end_when_the_interval_is_narrow_enough() -> None:
-    plan = Plan(num_steps=1, num_warm_up=0, min_pairs=3, max_pairs=6, half_width=1e9, num_looks=0)
+    plan = Plan(num_steps=1, num_warm_up=0, min_pairs=2, max_pairs=4, half_width=1e9, num_looks=0)
     found = compare(Sleeping("off", 0.001), Sleeping("on", 0.003), plan, CPU)
-    assert len(found.off_s) == len(found.on_s) == 3
+    assert len(found.off_s) == len(found.on_s) == 2
     assert found.overhead.median > 0.5
     assert found.recorded is None and found.bound_ratio is None and found.prediction_error is None
     exact = dataclasses.replace(plan, half_width=0.0)
-    assert len(compare(Sleeping("off", 0.001), Sleeping("on", 0.003), exact, CPU).off_s) == 6
+    assert len(compare(Sleeping("off", 0.001), Sleeping("on", 0.003), exact, CPU).off_s) == 4
+
+
+def test_a_recorder_that_switched_itself_off_is_no_measurement() -> None:
+    small = workload()
+    with WithRecorder(small, EVERYTHING, "all").open() as running:
+        running.step()
+        running._recorder._capture.off = True
+        with pytest.raises(AttachError, match="switched itself off"):
+            running.told(1)
+
+
+def test_warnings_of_one_kind_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("flightrec")
+
+    def warn() -> None:
+        logger.warning("flightrec: %s takes %.3g ms", "recording", time.perf_counter())
+
+    @dataclasses.dataclass(frozen=True)
+    class Noisy(Sleeping):
+        @contextmanager
+        def open(self) -> Iterator[Bare]:
+            yield Bare(warn)
+
+    plan = Plan(num_steps=2, num_warm_up=0, min_pairs=2, max_pairs=2, num_looks=0)
+    compare(Sleeping("off", 0.0), Noisy("on", 0.0), plan, CPU)
+    assert len(caplog.records) == 1
+    warn()
+    assert len(caplog.records) == 2
 
 
 def test_files_are_counted(tmp_path) -> None:

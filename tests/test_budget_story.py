@@ -33,3 +33,8 @@ def test_other_cases():
 def test_words():
     assert milliseconds(0.0012345) == "1.23 ms"
     assert names(("", "a")) == "the model, a"
+
+
+def test_what_is_predicted_is_recording_and_judging_over_a_round():
+    assert STORY.num_bytes == (1 << 20) + (64 << 20) / 8
+    assert abs(STORY.predicted_s - (1e-3 + 16e-3 / 8 + 2e-3)) < 1e-12

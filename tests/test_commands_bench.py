@@ -71,6 +71,14 @@ def test_measures_and_writes_json(folder: Path) -> None:
         assert found.recorded.num_bytes == 2 * tokens * 8 * 4 + 4  # two activations and the loss
         assert found.on is not None and found.on.num_files == 0
     assert document["machine"]["torch"]
+    page = (Path(__file__).parent.parent / "docs" / "bench.md").read_text()
+    fields = document["studies"][0]["comparisons"][0]
+    told = [*fields, *(f"recorded.{name}" for name in fields["recorded"]), *(f"on.{name}" for name in fields["on"])]
+    told = [
+        name for name in told if name not in ("name", "recorded", "off", "on.num_steps", "on.num_device_allocations")
+    ]
+    for name in told:
+        assert f"`{name}`" in page or f"`{name.replace('on.', 'off.')}`" in page, name
     assert sorted(path.name for path in folder.iterdir() if path.suffix != "") == [
         "all.yaml", "bench_models.py", "found.json",
     ]  # fmt: skip

@@ -22,6 +22,7 @@ from flightrec.bench.timing import Step
 from flightrec.bench.workload import Workload
 from flightrec.budget.cost import source_bytes
 from flightrec.config.model import Config
+from flightrec.errors import AttachError
 from flightrec.recorder import Recorder
 from flightrec.records import RecordLayout
 
@@ -151,10 +152,15 @@ class RecordedRun:
         self._recorder.step(loss=loss if isinstance(loss, torch.Tensor) else None)
 
     def told(self, num_iterations: int) -> Told:
-        """What was recorded, and what the recorder says of it."""
+        """What was recorded, and what the recorder says of it.
+
+        Raises:
+            AttachError: it has switched itself off, so that nothing was measured.
+        """
         recorder = self._recorder
         engine = recorder._capture.engine
-        assert engine is not None
+        if engine is None or recorder._capture.off:
+            raise AttachError("the recorder switched itself off while it was measured; the log says why")
         ring, last = engine.ring, recorder._tick - 1
         iterations = tuple(
             _sizes([ring.layouts[number] for number in ring.index(tick).layout_ids])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 
-from flightrec.bench.arms import Arm, Running, Told
+from flightrec.bench.arms import Arm, Told
 from flightrec.bench.bound import byte_bound_s
 from flightrec.bench.pairing import orders, relative_overhead
 from flightrec.bench.results import Comparison, Quiet, Recorded
@@ -69,13 +71,14 @@ def compare(
         FlightrecError: an arm cannot be opened.
     """
     sides = _Side(off), _Side(on)
-    for number, off_first in enumerate(orders(plan.max_pairs, seed=plan.seed), 1):
-        for side in sides if off_first else sides[::-1]:
-            _block(side, plan, device)
-        if on_pair is not None:
-            on_pair(_comparison(*sides, None))
-        if number >= plan.min_pairs and _is_enough(*sides, plan.half_width):
-            break
+    with _warnings_told_once():
+        for number, off_first in enumerate(orders(plan.max_pairs, seed=plan.seed), 1):
+            for side in sides if off_first else sides[::-1]:
+                _block(side, plan, device)
+            if on_pair is not None:
+                on_pair(_comparison(*sides, None))
+            if number >= plan.min_pairs and _is_enough(*sides, plan.half_width):
+                break
     told = sides[1].told
     return _comparison(*sides, None if told is None else _recorded(told, device))
 
@@ -90,13 +93,31 @@ def _block(side: _Side, plan: Plan, device: torch.device) -> None:
         if plan.num_looks and side.quiet is None:
             side.quiet = look(running.step, plan.num_looks, device, running.directory)
         side.step_s.append(block_s(running.step, plan.num_steps, device))
-        side.told = _told(running, plan) or side.told
-    gc.collect()  # what an arm leaves to the collector goes now, not within the next block
+        side.told = running.told(plan.num_steps) or side.told
+        directory = running.directory
+    if directory is not None:
+        gc.collect()  # what a recorder leaves to the collector goes now, not within the next block
     wait(device)
 
 
-def _told(running: Running, plan: Plan) -> Told | None:
-    return running.told(plan.num_steps)
+@contextmanager
+def _warnings_told_once() -> Iterator[None]:
+    """Inside, a recorder that is started again does not repeat what another one has logged."""
+    seen: set[object] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        arguments = record.args if isinstance(record.args, tuple) else ()
+        said = (record.msg, *(str(one) for one in arguments if not isinstance(one, float)))
+        is_known = said in seen
+        seen.add(said)
+        return not is_known
+
+    logger = logging.getLogger("flightrec")
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def _is_enough(off: _Side, on: _Side, half_width: float) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flightrec.demo.model import GPT, ModelSize, Text
+from flightrec.demo.model import GPT, ModelSize, Text, no_warnings_logged
 from flightrec.errors import AttachError
 
 FORM = (
@@ -138,7 +138,8 @@ def _use_fp8(model: nn.Module, device: str) -> bool:
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         return False
     try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        with no_warnings_logged():
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         return False
 

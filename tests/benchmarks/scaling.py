@@ -1,6 +1,6 @@
 """How the cost grows with records, bytes, tokens and layers, one of them at a time.
 
-    python tests/benchmarks/scaling.py --output scaling.json [--pairs 3] [--quick]
+    python tests/benchmarks/scaling.py --output scaling.json [--pairs 2] [--quick]
 
 Runs on a GPU, or on the CPU with ``--quick`` and small sizes. A chain of linear layers in bfloat16, forward and
 backward; everything that is selected is recorded in every iteration (``budget: none``), with all default rules. Writes
@@ -99,8 +99,8 @@ def measure(point: Point, device: torch.device, plan: Plan, say: Callable[[str],
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
