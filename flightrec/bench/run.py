@@ -26,7 +26,7 @@ class Options:
         factory, target: makes the model, and how the user named it; None for the built-in one.
         device: ``cuda``, ``cpu``, or None for a GPU if there is one.
         tokens: of a step, one study each; None for what suits.
-        num_steps, num_warm_up, max_pairs, half_width: see ``Plan``.
+        num_steps, num_warm_up, max_pairs, half_width, num_looks: see ``Plan``.
     """
 
     configs: Sequence[tuple[str, Config]]
@@ -38,6 +38,7 @@ class Options:
     num_warm_up: int = 10
     max_pairs: int = 40
     half_width: float = 0.003
+    num_looks: int = 16
 
     @property
     def plan(self) -> Plan:
@@ -48,6 +49,7 @@ class Options:
             min_pairs=min(Plan().min_pairs, self.max_pairs),
             max_pairs=self.max_pairs,
             half_width=self.half_width,
+            num_looks=self.num_looks,
         )
 
 

@@ -267,7 +267,7 @@ class Rotation:
         if step_s is None or self.share is None:
             num_turns = len(layers)  # as little as possible until the budget is known
         else:
-            allowance_s = self.share * step_s - self._seconds(self._always_load)
+            allowance_s = self.share * step_s - self._seconds(self._always_load) - self._judging_s
             current = plan.num_turns if plan is not None and plan.measured else None
             num_turns = turns.choose(weights, [self._seconds(load) for load in loads], allowance_s, current)
         starts = turns.cut(weights, num_turns)
@@ -285,6 +285,11 @@ class Rotation:
         model = self.costs.model
         ratio = model.record_s / model.byte_s if model.byte_s > 0 else math.inf
         return 2.0 ** round(math.log2(min(max(ratio, 2.0**6), 2.0**40)))
+
+    @property
+    def _judging_s(self) -> float:
+        """What judging takes of an iteration; 0 while nobody knows."""
+        return (None if self._judging is None else self._judging.median_s) or 0.0
 
     def _seconds(self, load: _Load) -> float:
         return self.costs.seconds(load.num_records, load.num_bytes)
@@ -315,7 +320,7 @@ class Rotation:
             num_turns=num_turns,
             is_measured=plan is not None and plan.measured,
             step_s=None if self._clock is None else self._clock.step_s,
-            judging_s=(None if self._judging is None else self._judging.median_s) or 0.0,
+            judging_s=self._judging_s,
         )
 
     def _position(self, boundary: tuple[str, str]) -> int:

@@ -48,6 +48,10 @@ def bench(
     ] = 0.3,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Timed steps of a block.")] = 12,
     warm_up: Annotated[int, typer.Option("--warm-up", min=8, help="Steps before them.")] = 10,
+    counted_steps: Annotated[
+        int,
+        typer.Option("--counted-steps", min=0, help="Steps whose synchronisations, allocations and files are counted."),
+    ] = 16,
     tokens: Annotated[
         list[int] | None, typer.Option("--tokens", min=1, help="Tokens of a step; may be given several times.")
     ] = None,
@@ -78,6 +82,7 @@ def bench(
         num_warm_up=warm_up,
         max_pairs=pairs,
         half_width=interval / 100,
+        num_looks=counted_steps,
     )
     studies, facts = run(options, _progress(Console(stderr=True, markup=False, highlight=False)))
     if output is not None:

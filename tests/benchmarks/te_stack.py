@@ -1,7 +1,7 @@
 """What the benchmarks of Transformer Engine share: the model, debug mode for a while, a feature that does nothing.
 
 TransformerLayers of hidden size 4096, forward and backward. Needs a GPU and Transformer Engine; debug mode also
-nvdlfw_inspect.
+nvdlfw_inspect. ``flightrec bench --model te_stack:factory``, run in this folder, measures this model.
 """
 
 from __future__ import annotations
@@ -126,3 +126,9 @@ def debug_mode(folder: Path, layers: str, line: str) -> Iterator[Any]:
     finally:
         debug_api.end_debug()
         TEDebugState._reset()
+
+
+def factory(tokens: int = TOKENS) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
+    """For ``flightrec bench --model te_stack:factory``, run in this folder."""
+    run = TeRun(num_tokens=tokens)
+    return run.model, run.step
