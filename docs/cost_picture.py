@@ -63,7 +63,7 @@ def decades_of(rows: Sequence[Comparison]) -> int:
 def bar_chart(study: Study) -> str:
     """What each way adds to a step, in percent, on a logarithmic axis; as SVG."""
     rows = measured(study)
-    decades, room = decades_of(rows), WIDTH - LABEL - 130
+    decades, room = decades_of(rows), WIDTH - LABEL - 160
     height = TOP + len(rows) * (BAR + 8) + 34
     parts = ['<text x="8" y="18" class="title">added to a step, % (logarithmic)</text>']
     for decade in range(decades + 1):
@@ -78,9 +78,14 @@ def bar_chart(study: Study) -> str:
         kind = "ours" if is_ours(found) else "other"
         parts.append(f'<text x="{LABEL - 8}" y="{y + 14}" class="name">{escape(shortened(found.name))}</text>')
         parts.append(f'<rect x="{LABEL}" y="{y}" width="{length:.1f}" height="{BAR}" class="{kind}"/>')
-        told = f"{percent:+.3g}% ({1e3 * found.added_s:.3g} ms)"
+        told = f"{signed(percent)}% ({tables.rounded(1e3 * found.added_s)} ms)"
         parts.append(f'<text x="{LABEL + length + 6:.1f}" y="{y + 14}">{told}</text>')
     return svg(WIDTH, height, parts)
+
+
+def signed(percent: float) -> str:
+    """``+1.23``; ``+46700``."""
+    return f"{'' if percent < 0 else '+'}{tables.rounded(percent)}"
 
 
 def shortened(name: str) -> str:
@@ -151,7 +156,7 @@ def panel(study: Study, left: int, top: int, width: int, height: int, margin: in
 def count(value: float) -> str:
     """``65536`` -> ``64Ki``; ``320`` -> ``320``."""
     for power, letter in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
-        if value >= 2**power:
+        if value >= 2**power and value % 2 ** (power - 4) == 0:
             return f"{value / 2**power:.3g}{letter}"
     return f"{value:.4g}"
 
@@ -220,8 +225,10 @@ def short_table(study: Study) -> str:
             continue
         interval, name = found.overhead, f"**{found.name}**" if is_ours(found) else found.name
         alone = math.isnan(interval.low)
-        ends = "one pair" if alone else f"{100 * interval.low:+.3g}% to {100 * interval.high:+.3g}%"
-        lines.append(f"| {name} | {100 * interval.median:+.3g}% | {1e3 * found.added_s:.3g} ms | {ends} |")
+        ends = "one pair" if alone else f"{signed(100 * interval.low)}% to {signed(100 * interval.high)}%"
+        lines.append(
+            f"| {name} | {signed(100 * interval.median)}% | {tables.rounded(1e3 * found.added_s)} ms | {ends} |"
+        )
     return "\n".join(lines)
 
 

@@ -79,6 +79,8 @@ def test_curves_are_explained_by_their_own_points(picture: ModuleType) -> None:
     tree = ET.fromstring(picture.curves(SCALING))
     assert len(list(tree.iter("{http://www.w3.org/2000/svg}polyline"))) == 9
     assert picture.count(65536.0) == "64Ki" and picture.count(320.0) == "320"
+    assert picture.count(2000.0) == "2000"
+    assert (picture.signed(46712.0), picture.signed(-0.123456), picture.signed(9.999)) == ("+46700", "-0.123", "+10")
 
 
 def test_readme_section_is_put_in_and_replaced(picture: ModuleType) -> None:

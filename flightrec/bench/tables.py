@@ -38,8 +38,8 @@ def row(found: Comparison) -> list[str]:
     else:
         ratio = found.added_over_bound
         cells += [
-            f"{recorded.num_records:.4g}",
-            f"{recorded.num_bytes / 2**20:.4g}",
+            rounded(recorded.num_records, 4),
+            rounded(recorded.num_bytes / 2**20, 4),
             _ms(recorded.bound_s),
             "" if ratio is None else f"{ratio:.2f}",
             _ms(recorded.predicted_s),
@@ -111,8 +111,13 @@ def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def rounded(value: float, digits: int = 3) -> str:
+    """So many significant digits, never an exponent: ``11667.3`` -> ``11700``."""
+    return f"{float(f'{value:.{digits}g}'):.15g}" if abs(value) >= 1 else f"{value:.{digits}g}"
+
+
 def _ms(seconds: float | None) -> str:
-    return "" if seconds is None else f"{1e3 * seconds:.3g}"
+    return "" if seconds is None else rounded(1e3 * seconds)
 
 
 def _more(off: int | None, on: int | None) -> str:
