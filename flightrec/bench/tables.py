@@ -12,6 +12,7 @@ from flightrec.bench.results import Comparison, Study
 HEADINGS = (
     "",
     "pairs",
+    "without, ms",
     "added, ms",
     "added, % [95%]",
     "records",
@@ -27,12 +28,16 @@ HEADINGS = (
 )
 
 
+MAX_WANDER = 1.5
+"""Quiet steps that differ by more are told one by one: they are of different models."""
+
+
 def row(found: Comparison) -> list[str]:
     """One way of recording, as cells under ``HEADINGS``."""
     if found.missing:
         return [found.name, *([""] * (len(HEADINGS) - 2)), found.missing]
     recorded, off, on = found.recorded, found.off, found.on
-    cells = [found.name, str(len(found.off_s)), _ms(found.added_s), percent(found)]
+    cells = [found.name, str(len(found.off_s)), _ms(found.quiet_s), _ms(found.added_s), percent(found)]
     if recorded is None:
         cells += [""] * 5
     else:
@@ -69,6 +74,8 @@ def head(study: Study) -> str:
     if not measured:
         return study.workload
     steps = sorted(found.quiet_s for found in measured)
+    if steps[-1] > MAX_WANDER * steps[0]:
+        return f"{study.workload}; a step without recorder takes {_ms(steps[0])} to {_ms(steps[-1])} ms"
     return f"{study.workload}; a step without recorder takes {_ms(steps[len(steps) // 2])} ms"
 
 
