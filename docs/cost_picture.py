@@ -187,10 +187,10 @@ def explained(studies: Sequence[Study]) -> list[str]:
         if study.workload == "records":
             pairs = [(row.recorded.num_records, row.added_s) for row in rows if row.recorded]
             at_zero, slope = line_through(pairs)
+            each, always = tables.rounded(1e6 * slope), tables.rounded(1e3 * max(at_zero, 0.0))
             found.append(
-                f"- **records**: {1e6 * slope:.3g} us a record and {1e3 * max(at_zero, 0.0):.3g} ms an iteration, "
-                f"whatever is recorded (a line through {len(pairs)} points, from {pairs[0][0]:.0f} to "
-                f"{pairs[-1][0]:.0f} records)."
+                f"- **records**: {each} us a record and {always} ms an iteration, whatever is recorded (a line through "
+                f"{len(pairs)} points, from {pairs[0][0]:.0f} to {pairs[-1][0]:.0f} records)."
             )
         elif study.workload == "bytes":
             pairs = [(row.recorded.num_bytes, row.added_s) for row in rows if row.recorded]

@@ -114,6 +114,7 @@ def test_first_iterations_are_probed_all_over_and_later_ones_once():
         torch.cuda.synchronize()
         probes.append(places)
         costs.end_iteration()
+    assert probes[0] == []
     assert all(len(places) == MAX_PENDING for places in probes[1:NUM_EARLY_ITERATIONS])
     assert all(len(places) == 1 for places in probes[NUM_EARLY_ITERATIONS + 1 :])
     assert len({places[0] for places in probes[NUM_EARLY_ITERATIONS + 1 :]}) == 3

@@ -190,7 +190,7 @@ class Costs:
         self._observed: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._pending: deque[_Probe] = deque()
         self._free: list[torch.cuda.Event] = []
-        self._probed = 0
+        self._probed = -1  # none in the first iteration, in which kernels are compiled
         self._probe_every = 0  # 0: only the one
         self._num_iterations = 0
         self._num_records = self._num_bytes = 0
