@@ -361,6 +361,8 @@ class Recorder:
                 if value is not None and self._have_engine(value):
                     capture.keep_scalar("metric", str(name), value, NO_MICROBATCH, Stage.AFTER_STEP)
         self._keep_scalars_of_attachment(() if metrics is None else metrics)
+        with capture.guard("the budget"):
+            capture.rotation.begin_judging()
         began_s = time.perf_counter()
         if capture.engine is not None:
             capture.engine.step(self._info(), self._host_firings())

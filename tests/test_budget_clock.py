@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from flightrec.budget.clock import LEAST_SHARE, MAX_PENDING, MIN_SAMPLES, NUM_WARM_UP, StepClock
+from flightrec.budget.clock import LEAST_SHARE, MAX_PENDING, MIN_SAMPLES, NUM_WARM_UP, StepClock, StreamTimer
 
 DEVICES = [
     "cpu",
@@ -65,3 +65,41 @@ def test_nothing_is_asked_while_a_graph_is_captured():
     clock.tick(0.0)
     torch.cuda.synchronize()
     assert x[0].item() == 2.0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_part_is_timed_as_the_stream_takes_it(device):
+    """On a device that waits for the host: the host's time."""
+    timer = StreamTimer(torch.device(device))
+    timer.end()  # never begun
+    for number in range(NUM_WARM_UP + 4):
+        assert (timer.median_s is None) == (number <= NUM_WARM_UP)
+        timer.begin()
+        time.sleep(0.3 if number < NUM_WARM_UP else 0.01)  # what compiles and allocates is no sample
+        timer.end()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            timer._read()
+    assert 0.009 < timer.median_s < 0.3
+
+
+@pytest.mark.gpu
+def test_a_part_is_timed_as_the_device_takes_it_where_the_host_runs_ahead():
+    timer = StreamTimer(torch.device("cuda"))
+    x = torch.ones(1 << 24, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(NUM_WARM_UP + 5):
+        torch.cuda._sleep(50_000_000)
+        timer.begin()
+        x.mul_(1.0)  # some 30 us of the device
+        time.sleep(0.005)
+        timer.end()
+    torch.cuda.synchronize()
+    timer._read()
+    assert 0 < timer.median_s < 0.004
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        timer.begin()
+        x.mul_(1.0)
+        timer.end()
+    assert not timer._pending

@@ -3,7 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flightrec.budget.cost import FALLBACK, MAX_FACTOR, CostModel, Costs, calibrate, source_bytes
+from flightrec.budget.cost import (
+    FALLBACK,
+    MAX_FACTOR,
+    MAX_PENDING,
+    NUM_EARLY_ITERATIONS,
+    CostModel,
+    Costs,
+    calibrate,
+    source_bytes,
+)
 from flightrec.records import Component, Key, RecordLayout, Representation
 from flightrec.ring.ring import Ring
 
@@ -90,3 +99,23 @@ def test_nothing_recorded_costs_nothing():
     costs.end(costs.begin(), None)
     assert costs.end_iteration() == 0.0
     assert costs.factor == 1.0
+
+
+@pytest.mark.gpu
+def test_first_iterations_are_probed_all_over_and_later_ones_once():
+    costs, num_records = Costs(torch.device("cuda"), FALLBACK["cuda"]), 3 * MAX_PENDING
+    probes = []
+    for _ in range(NUM_EARLY_ITERATIONS + 4):
+        places = []
+        for number in range(num_records):
+            begun = costs.begin()
+            places += [number] * (begun is not None)
+            costs.end(begun, layout(number=number))
+        torch.cuda.synchronize()
+        probes.append(places)
+        costs.end_iteration()
+    assert probes[0] == []
+    assert all(len(places) == MAX_PENDING for places in probes[1:NUM_EARLY_ITERATIONS])
+    assert all(len(places) == 1 for places in probes[NUM_EARLY_ITERATIONS + 1 :])
+    assert len({places[0] for places in probes[NUM_EARLY_ITERATIONS + 1 :]}) == 3
+    assert max(map(max, probes[1:NUM_EARLY_ITERATIONS])) > 2 * num_records // 3

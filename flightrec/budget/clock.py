@@ -88,3 +88,63 @@ class StepClock:
         self._num_seen += 1
         if self._num_seen > NUM_WARM_UP:
             self._samples.append(max(elapsed_s - own_s, LEAST_SHARE * elapsed_s))
+
+
+class StreamTimer:
+    """What a part of each ``step()`` takes of the current stream: the median of the latest ones.
+
+    On CUDA by a pair of events, read in a later step when they have been reached; elsewhere by the clock. Training
+    thread only; never waits.
+
+    Args:
+        device: the run's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._samples: deque[float] = deque(maxlen=WINDOW)
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._free: list[torch.cuda.Event] = []
+        self._begun: float | torch.cuda.Event | None = None
+        self._num_seen = 0
+
+    @property
+    def median_s(self) -> float | None:
+        """Seconds; None until one was seen."""
+        return statistics.median(self._samples) if self._samples else None
+
+    def begin(self) -> None:
+        """The part begins."""
+        self._begun = self._mark() if self._device.type == "cuda" else time.perf_counter()
+
+    def end(self) -> None:
+        """It has ended; does nothing if it was not seen to begin."""
+        begun, self._begun = self._begun, None
+        if isinstance(begun, float):
+            self._add(time.perf_counter() - begun)
+        elif begun is not None:
+            ended = self._mark()
+            if ended is None:
+                self._free.append(begun)
+            else:
+                self._pending.append((begun, ended))
+        if self._pending and not torch.cuda.is_current_stream_capturing():
+            self._read()
+
+    def _mark(self) -> torch.cuda.Event | None:
+        if len(self._pending) >= MAX_PENDING or torch.cuda.is_current_stream_capturing():
+            return None
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _read(self) -> None:
+        while self._pending and self._pending[0][1].query():
+            begun, ended = self._pending.popleft()
+            self._add(float(begun.elapsed_time(ended)) / 1e3)
+            self._free += [begun, ended]
+
+    def _add(self, seconds: float) -> None:
+        self._num_seen += 1
+        if self._num_seen > NUM_WARM_UP:  # the first ones allocate and compile
+            self._samples.append(seconds)

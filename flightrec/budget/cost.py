@@ -2,7 +2,9 @@
 
 ``calibrate`` measures a and b when a recorder is attached, with the real capture path in throw-away memory; there it
 may wait for the device. ``Costs`` observes while the run goes on and never waits: on the CPU by the clock around every
-record, on CUDA by a pair of events around one record an iteration, read later. Records come from any thread.
+record, on CUDA by a pair of events around some records of the first iterations and one of each later one, read later.
+What stands between two events is what the stream takes for a record, whoever the slower one is: the kernels where the
+host runs ahead, the host where the device waits for it. Records come from any thread.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ SLEEP_CYCLES = 20_000_000
 WINDOW = 64
 MAX_FACTOR = 16.0
 MAX_PENDING = 16
+"""Probes that wait for the device; as many are made in one of the first iterations."""
+
+NUM_EARLY_ITERATIONS = 8
+"""Iterations with many probes: the start-up line is said of what they tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +190,8 @@ class Costs:
         self._observed: deque[tuple[float, float]] = deque(maxlen=WINDOW)
         self._pending: deque[_Probe] = deque()
         self._free: list[torch.cuda.Event] = []
-        self._probed = 0
+        self._probed = -1  # none in the first iteration, in which kernels are compiled
+        self._probe_every = 0  # 0: only the one
         self._num_iterations = 0
         self._num_records = self._num_bytes = 0
         self._spent_s = 0.0
@@ -206,7 +213,10 @@ class Costs:
         """Before a record; hand the result to ``end``."""
         if not self._is_cuda:
             return time.perf_counter()
-        if self._num_records != self._probed or len(self._pending) >= MAX_PENDING:
+        number, every = self._num_records, self._probe_every
+        if (number % every != self._probed % every) if every else number != self._probed:
+            return None
+        if len(self._pending) >= MAX_PENDING:
             return None
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
@@ -241,6 +251,8 @@ class Costs:
         self._num_iterations += 1
         # Another record each time, spread over the iteration (a prime step visits all).
         self._probed = self._num_iterations * 7919 % max(1, self._num_records)
+        is_early = self._num_iterations <= NUM_EARLY_ITERATIONS
+        self._probe_every = -(-self._num_records // MAX_PENDING) if is_early else 0
         self._num_records = self._num_bytes = 0
         self._spent_s = 0.0
         return own_s

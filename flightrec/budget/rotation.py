@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import logging
 import math
-import statistics
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +20,7 @@ from numpy.typing import NDArray
 
 from flightrec.budget import turns
 from flightrec.budget.blocks import BOUNDARY_TENSORS, find_blocks
-from flightrec.budget.clock import StepClock
+from flightrec.budget.clock import StepClock, StreamTimer
 from flightrec.budget.cost import FALLBACK, Costs, calibrate
 from flightrec.budget.coverage import Coverage
 from flightrec.budget.story import Story, tell
@@ -98,7 +96,7 @@ class Rotation:
         self._unit_of_row: list[int] = []  # -1: takes no turns
         self._costs: Costs | None = None
         self._clock: StepClock | None = None
-        self._judging_s: deque[float] = deque(maxlen=33)
+        self._judging: StreamTimer | None = None
         self._told = False
 
     # -- before training
@@ -117,6 +115,7 @@ class Rotation:
         """Measure what a record costs. Waits for the device."""
         self._costs = Costs(device, calibrate(device))
         self._clock = StepClock(device)
+        self._judging = StreamTimer(device)
 
     @property
     def costs(self) -> Costs:
@@ -200,6 +199,11 @@ class Rotation:
         if told:
             logger.warning("flightrec: %s", told)
 
+    def begin_judging(self) -> None:
+        """The iteration is over and is judged now, until ``end_iteration``."""
+        if self._judging is not None:
+            self._judging.begin()
+
     def end_iteration(self, ring: Ring | None, judging_s: float = 0.0) -> None:
         """The iteration is over and judged: choose what the next one records.
 
@@ -216,10 +220,13 @@ class Rotation:
             raise
 
     def _end_iteration(self, ring: Ring | None, judging_s: float) -> None:
+        if self._judging is not None:
+            self._judging.end()
+            if self._judging.median_s is not None:
+                judging_s = self._judging.median_s  # of the stream, which may be ahead of the host or behind it
         own_s = self.costs.end_iteration()
         if self._clock is not None:
             self._clock.tick(own_s + judging_s)
-        self._judging_s.append(judging_s)
         self._tick += 1
         if ring is None:
             return
@@ -260,7 +267,7 @@ class Rotation:
         if step_s is None or self.share is None:
             num_turns = len(layers)  # as little as possible until the budget is known
         else:
-            allowance_s = self.share * step_s - self._seconds(self._always_load)
+            allowance_s = self.share * step_s - self._seconds(self._always_load) - self._judging_s
             current = plan.num_turns if plan is not None and plan.measured else None
             num_turns = turns.choose(weights, [self._seconds(load) for load in loads], allowance_s, current)
         starts = turns.cut(weights, num_turns)
@@ -279,6 +286,11 @@ class Rotation:
         ratio = model.record_s / model.byte_s if model.byte_s > 0 else math.inf
         return 2.0 ** round(math.log2(min(max(ratio, 2.0**6), 2.0**40)))
 
+    @property
+    def _judging_s(self) -> float:
+        """What judging takes of an iteration; 0 while nobody knows."""
+        return (None if self._judging is None else self._judging.median_s) or 0.0
+
     def _seconds(self, load: _Load) -> float:
         return self.costs.seconds(load.num_records, load.num_bytes)
 
@@ -286,9 +298,10 @@ class Rotation:
 
     def describe(self, ring: Ring | None = None) -> list[str]:
         """What is seen in every iteration, what rotates, what it costs; as sentences. Empty before the first step."""
-        return [] if not self._num_layouts else tell(self._story(), ring)
+        return [] if not self._num_layouts else tell(self.story(), ring)
 
-    def _story(self) -> Story:
+    def story(self) -> Story:
+        """The figures behind ``describe``."""
         plan, rotating = self._plan, _Load()
         for load in self._loads.values():
             rotating.num_records += load.num_records
@@ -307,7 +320,7 @@ class Rotation:
             num_turns=num_turns,
             is_measured=plan is not None and plan.measured,
             step_s=None if self._clock is None else self._clock.step_s,
-            judging_s=statistics.median(self._judging_s) if self._judging_s else 0.0,
+            judging_s=self._judging_s,
         )
 
     def _position(self, boundary: tuple[str, str]) -> int:

@@ -23,7 +23,7 @@ class Story:
         num_turns: iterations of a round.
         is_measured: the round's length rests on an observed step.
         step_s: observed step without recording, None if not known yet.
-        judging_s: host time of ``step()``.
+        judging_s: what judging takes of an iteration: of the stream, or of the host where that is the slower one.
     """
 
     share: float | None
@@ -40,20 +40,28 @@ class Story:
     step_s: float | None
     judging_s: float
 
+    @property
+    def num_bytes(self) -> float:
+        """Recorded in an iteration, the mean over a round."""
+        return self.always_bytes + self.rotating_bytes / self.num_turns
+
+    @property
+    def predicted_s(self) -> float:
+        """What an iteration's recording and judging add to the step, the mean over a round."""
+        return self.always_s + self.rotating_s / self.num_turns + self.judging_s
+
 
 def tell(story: Story, ring: Ring | None = None) -> list[str]:
     """The story as lines of text."""
     whole = story.share is None or story.num_turns == 1
-    num_bytes = story.always_bytes + story.rotating_bytes / story.num_turns
-    seconds = story.always_s + story.rotating_s / story.num_turns
     lines = [_head(story, whole)]
     if not whole:
         lines.append(_turns(story))
-    cost = f"an iteration: {format_bytes(num_bytes)}, {milliseconds(seconds)} predicted"
+    cost = f"an iteration: {format_bytes(story.num_bytes)}, {milliseconds(story.predicted_s)} predicted"
     if story.step_s is not None:
-        cost += f", {100 * seconds / story.step_s:.3g}% of the observed step of {milliseconds(story.step_s)}"
+        cost += f", {100 * story.predicted_s / story.step_s:.3g}% of the observed step of {milliseconds(story.step_s)}"
     if story.judging_s > 0:
-        cost += f"; step() itself takes {milliseconds(story.judging_s)} of the host"
+        cost += f"; {milliseconds(story.judging_s)} of it for judging"
     lines.append(cost)
     if ring is not None:
         lines.append(f"N = {ring.iterations} iterations in {format_bytes(ring.num_bytes)} on {ring.device}")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flightrec.commands.factory import find_factory
 from flightrec.config.inspection import is_inspect_file, load_inspect
 from flightrec.config.load import load
 from flightrec.config.model import Config
 from flightrec.config.sizes import Share
-from flightrec.errors import AttachError, IncidentError, MissingExtraError
+from flightrec.errors import AttachError, IncidentError
 from flightrec.inspection.paths import check_inspect
 
 if TYPE_CHECKING:
@@ -148,16 +146,10 @@ def _tell_layers(config: Config, model: torch.nn.Module) -> None:
 
 
 def _build(target: str) -> tuple[torch.nn.Module, Callable[[], Any] | None]:
-    module_name, _, name = target.partition(":")
-    if not module_name or not name:
-        raise AttachError(f"--model {target}: {_FACTORY_FORM}")
+    factory = find_factory(target, _FACTORY_FORM)
+    import torch
+
     try:
-        import torch
-    except ModuleNotFoundError as error:
-        raise MissingExtraError("--model needs torch: pip install 'torch-flightrec[train]'") from error
-    sys.path.insert(0, os.getcwd())  # the user's own module, as with `python -m`
-    try:
-        factory = getattr(importlib.import_module(module_name), name)
         made = factory()
     except Exception as error:
         raise AttachError(f"--model {target}: {type(error).__name__}: {error}; {_FACTORY_FORM}") from error

@@ -165,7 +165,7 @@ def build_model(num_characters: int, size: ModelSize, *, seed: int = 0) -> GPT:
         MissingExtraError: torchao is not installed.
     """
     try:
-        with _no_warnings_logged():
+        with no_warnings_logged():
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError as error:
         message = "the demo trains with torchao's FP8, which is not installed: pip install 'torch-flightrec[torchao]'"
@@ -178,7 +178,7 @@ def build_model(num_characters: int, size: ModelSize, *, seed: int = 0) -> GPT:
 
 
 @contextmanager
-def _no_warnings_logged() -> Iterator[None]:
+def no_warnings_logged() -> Iterator[None]:
     """Importing torchao logs which GPU kernels it cannot load; nobody who runs a demo on a CPU needs to read that."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)

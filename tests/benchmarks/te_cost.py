@@ -10,13 +10,12 @@ so the routes through it have a model of their own, each behind the plain one ag
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.util
 import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import te_models
 import torch
-from torch import nn
+from te_stack import DO_NOTHING, FFN, HEADS, HIDDEN, TOKENS, TeRun, debug_mode
 
 import flightrec
 
-HIDDEN, FFN, HEADS, TOKENS = 4096, 16384, 32, 4096
 OPERANDS = ["activation", "gradient"]
 
 TAPS: dict[str, dict[str, Any]] = {
@@ -46,23 +44,6 @@ TAPS: dict[str, dict[str, Any]] = {
 }
 """Name in the table, and configuration; an empty one is the shipped file."""
 
-NOTHING = '''
-from nvdlfw_inspect.registry import Registry, api_method
-from transformer_engine.debug.features.api import TEConfigAPIMapper
-
-@Registry.register_feature(namespace="transformer_engine")
-class DoesNothing(TEConfigAPIMapper):
-    """Is asked for every tensor and does nothing with it."""
-
-    @api_method
-    def inspect_tensor_enabled(self, config, layer_name, tensor_name, iteration):
-        return True, iteration + 1
-
-    @api_method
-    def inspect_tensor(self, config, layer_name, tensor_name, iteration, tp_group, tensor):
-        pass
-'''
-DO_NOTHING = "DoesNothing: {enabled: True, tensors: [activation, gradient]}"
 RECORD = (
     "FlightRecorder: {enabled: True, tensors: [activation, gradient], high_precision_tensor: False, "
     "quantized_tensor: True, directory: incidents}"
@@ -75,35 +56,8 @@ FEATURES = {
 """Name in the table, layers, and the feature's line in the configuration."""
 
 
-class Stack(nn.Module):
-    """Transformer layers without embedding or head."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        te = te_models.load()
-        self.layers = nn.ModuleList(
-            te.TransformerLayer(
-                HIDDEN, FFN, HEADS, layer_number=i + 1, hidden_dropout=0.0, attention_dropout=0.0,
-                fuse_qkv_params=True, params_dtype=torch.bfloat16, device="cuda", name=f"layers.{i}",
-            )
-            for i in range(num_layers)
-        )  # fmt: skip
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x, is_first_microbatch=True)
-        return x
-
-
-class Bench:
+class Bench(TeRun):
     """Steps of one model, timed."""
-
-    def __init__(self, recipe: str, num_layers: int) -> None:
-        te_models.reset_fp8()
-        torch.manual_seed(0)
-        self.model = Stack(num_layers)
-        self.recipe = te_models.recipe_of(recipe)
-        self.x = torch.randn(TOKENS, 1, HIDDEN, device="cuda", dtype=torch.bfloat16)
 
     def steps(self, num: int, *, warm_up: int, after: Callable[[], None] | None = None) -> list[float]:
         """Milliseconds of each of ``num`` steps after ``warm_up`` more."""
@@ -118,40 +72,6 @@ class Bench:
             events.append(pair)
         torch.cuda.synchronize()
         return [start.elapsed_time(stop) for start, stop in events[warm_up:]]
-
-    def step(self) -> None:
-        """Forward and backward; gradients are dropped, not applied."""
-        with te_models.load().autocast(enabled=True, recipe=self.recipe):
-            y = self.model(self.x)
-        y.float().mean().backward()
-        self.model.zero_grad()
-
-
-@contextlib.contextmanager
-def debug_mode(folder: Path, layers: str, line: str) -> Iterator[Any]:
-    """Transformer Engine's debug mode with one feature, for the models that are made inside."""
-    import nvdlfw_inspect.api as debug_api
-    import transformer_engine
-    from transformer_engine.debug.pytorch.debug_state import TEDebugState
-
-    own = folder / "features"
-    own.mkdir(exist_ok=True)
-    (own / "does_nothing.py").write_text(NOTHING)
-    config = folder / "inspect.yaml"
-    head = f'look:\n  enabled: True\n  layers: {{layer_name_regex_pattern: "{layers}"}}\n'
-    config.write_text(f"{head}  transformer_engine:\n    {line}\n")
-    shipped = Path(transformer_engine.__file__).parent / "debug" / "features"
-    TEDebugState._reset()
-    debug_api.initialize(
-        config_file=str(config),
-        feature_dirs=[str(shipped), str(own), flightrec.feature_directory()],
-        log_dir=str(folder),
-    )
-    try:
-        yield debug_api
-    finally:
-        debug_api.end_debug()
-        TEDebugState._reset()
 
 
 def main() -> None:
