@@ -138,3 +138,58 @@ def test_deterministic_algorithms_are_enough(device):
             assert_equal(table, model, tick)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class DelayedHost:
+    """Asks for the release of each held tick some ticks after it saw it held; the same delay, whatever the table."""
+
+    def __init__(self, table, delays):
+        self.table, self.delays, self.seen = table, delays, {}
+
+    def release(self, tick):
+        for held in held_ticks(self.table):
+            self.seen.setdefault(held, tick + self.delays[held % len(self.delays)])
+        state = self.table.decode(self.table.state)
+        due = {held for held, when in self.seen.items() if when == tick}
+        return torch.tensor([held if held in due else -1 for held in state.slot_tick])
+
+
+def held_ticks(table):
+    state = table.decode(table.state)
+    return {tick for tick, held in zip(state.slot_tick, state.held, strict=True) if held}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_choosing_before_the_verdict_keeps_what_choosing_after_it_keeps(data):
+    """``turn`` with one slot more: every tick that a fault wants and ``advance`` has, it has; what is held stays."""
+    iterations, after = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3))
+    num_slots, first = iterations + after + data.draw(st.integers(1, 3)), data.draw(st.sampled_from([0, 1000]))
+    known = SlotTable(torch.device("cpu"), num_slots, iterations=iterations, after=after, first_tick=first)
+    ahead = SlotTable(torch.device("cpu"), num_slots + 1, iterations=iterations, after=after, first_tick=first)
+    delays = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=7))
+    hosts = DelayedHost(known, delays), DelayedHost(ahead, delays)
+    num_ticks = data.draw(st.integers(1, 40))
+    faults = data.draw(st.sets(st.integers(0, num_ticks), max_size=8))
+    eager = data.draw(st.sets(st.integers(0, num_ticks), max_size=8))
+    since_quiet = 0
+    for tick in range(first, first + num_ticks):
+        hold = torch.tensor(tick - first in faults)
+        releases = [host.release(tick) for host in hosts]
+        kept = held_ticks(ahead) - set(releases[1].tolist())
+        known.advance(tick, hold, releases[0], None)
+        if tick - first in eager:  # a tick whose verdict is waited for, between ticks that are judged beside
+            ahead.advance(tick, hold, releases[1], None)
+        else:
+            ahead.turn(releases[1])
+            ahead.hold_closed(hold)
+        assert kept <= held_ticks(ahead)
+        assert held_ticks(known) <= held_ticks(ahead)
+        state, before = ahead.decode(ahead.state), known.decode(known.state)
+        assert {held for held in before.slot_tick if held >= 0} <= set(state.slot_tick)
+        assert int(ahead.tick) == tick + 1
+        assert ahead.tick_entry(tick + 1).tolist() == [tick + 1]
+        assert ahead.current_slot().tolist() == ahead.table_entry(tick + 1).tolist()
+        since_quiet = 0 if held_ticks(ahead) - set(range(tick - iterations + 1, tick + 1)) else since_quiet + 1
+        if hold and since_quiet > num_slots + 1:  # all that was promised is there
+            assert set(range(max(first, tick - iterations + 1), tick + 1)) <= held_ticks(ahead)
