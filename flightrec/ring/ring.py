@@ -198,7 +198,7 @@ class Ring:
         """As ``gather`` of the current tick, then choose the next one's slot before this one is judged.
 
         By the device's own count of ticks, so that all of it can be replayed. Wants one more slot of ``latency``; see
-        ``SlotTable.turn``. ``slots.hold_closed`` takes the verdict, ``advance(turned=True)`` ends the tick for the host.
+        ``SlotTable.turn``. ``slots.hold_closed`` takes the verdict, ``advance(turned=True)`` ends the tick on the host.
         """
         gathered = self._registry.statistics.gather(self.slots.current_slot(), self.slots.tick)
         self.slots.turn(release)

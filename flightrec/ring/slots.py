@@ -1,8 +1,8 @@
 """Which slot holds which tick, which slots are held, which comes next: decided on the device.
 
 Either in one go, when the verdict is there (``advance``), or in two (``turn`` beside the training, ``hold_closed`` when
-the verdict comes). Everything lives in one small int64 tensor, so that the host gets all of it with a single copy beside
-the verdict. Runs on its caller's stream; no operation waits for the device and nothing is read on the host.
+the verdict comes). Everything lives in one small int64 tensor, so that the host gets all of it with a single copy
+beside the verdict. Runs on its caller's stream; no operation waits for the device and nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -89,10 +89,11 @@ class SlotTable:
     def turn(self, release: torch.Tensor) -> None:
         """Close the current tick, whose verdict is not known yet, and choose the next one's slot.
 
-        The verdict may still want the last N ticks. With one more slot than ``advance`` needs, it finds whatever
+        The verdict may still want the last N ticks. With one more slot than ``advance`` needs, it finds what
         ``advance`` would have kept: slots that are not held are taken in order of age, so that one more of them is one
-        more tick back, and the slot taken now is the one that ``advance`` took a tick ago. The closing tick's own slot
-        is not taken in any case. Nothing here depends on the host.
+        more tick back, and the slot taken now is the one that ``advance`` took a tick ago. A fault while nothing is
+        held has all N; while an earlier one still holds slots, either order has what there is. A slot that is held, or
+        the closing tick's own, is never taken. Nothing here depends on the host.
         """
         self._give_back(release)
         self._choose(self.slot_tick == self.tick)
