@@ -155,6 +155,11 @@ class Judge:
         else:
             self._replay(captured, tick, releases, hold_request, left_out)
 
+    @property
+    def is_replayed(self) -> bool:
+        """Whether the last tick was judged beside, from what was captured."""
+        return self._captured is not None
+
     # -- in order
 
     def _in_order(

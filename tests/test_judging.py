@@ -168,7 +168,7 @@ def test_replayed_judging_tells_what_judging_in_order_tells(device):
         one.take()
         assert one.failures == []
         assert [told.tick for told in one.told] == list(range(num_ticks))
-    assert ahead.judge._captured is not None
+    assert ahead.judge.is_replayed
     assert len(ahead.judge._retired) <= 1
     for first, second in zip(known.told, ahead.told, strict=True):
         assert first[:3] == second[:3]
@@ -197,7 +197,7 @@ def test_the_fault_of_a_replayed_tick_has_its_iterations_and_those_beyond(device
         bad = {key("fc"): healthy(nan_count=1.0)} if tick == 20 else {}
         one.tick(tick, calm | bad)
     one.take()
-    assert one.judge._captured is not None
+    assert one.judge.is_replayed
     assert [told.tick for told in one.told if told.firings] == [20]
     assert one.told[-1].held == {18, 19, 20, 21}
     state = one.ring.slots.decode(one.ring.slots.state.cpu())
@@ -240,7 +240,7 @@ def test_a_capture_that_fails_leaves_the_run_as_it_was(caplog):
     for tick in range(12):
         one.tick(tick, draw(generator, 1, 4))
         torch.nn.functional.dropout(torch.ones(64, device="cuda"))
-    assert one.judge._captured is None
+    assert not one.judge.is_replayed
     assert not one.judge._may_capture
     assert len([record for record in caplog.records if "cannot be captured" in record.message]) == 1
     assert [view.tick for view in one.queue.poll(wait=True)] == list(range(12))
