@@ -41,12 +41,24 @@ SETTLED_TICKS = 3
 """Ticks in order with the same layout before it is captured."""
 
 
+NUM_BRANCHES = 16
+"""Rules that are judged at the same time."""
+
+PRIORITY = -2
+"""Of the streams: above the training's, so that small kernels get the next gap. Streams come out of a pool of 32 a
+priority, shared by the process; nobody else is seen to use those of this one, which must not be used while captured."""
+
+
 class Beside:
     """A stream of our own, in order with the training's; on the CPU there is none and nothing to order."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(device, priority=PRIORITY) if device.type == "cuda" else None
+        self.branches: list[torch.cuda.Stream] = []
+        """For the captures of rules that do not wait for each other; only ever captured."""
+        if self.stream is not None:
+            self.branches = [torch.cuda.Stream(device, priority=PRIORITY) for _ in range(NUM_BRANCHES)]
         self._begun = torch.cuda.Event() if self.stream is not None else None
         self._ended = torch.cuda.Event() if self.stream is not None else None
 
@@ -214,7 +226,7 @@ class Judge:
         def judgement(
             statistics: torch.Tensor, valid: torch.Tensor, request: torch.Tensor, left_out: torch.Tensor | None
         ) -> tuple[torch.Tensor, VerdictFormat]:
-            with evaluator.strict():
+            with evaluator.capturing(self._beside.branches):
                 verdict = evaluator.evaluate(-1, statistics, valid, left_out)
             ring.slots.hold_closed(verdict.hold | request)
             request.fill_(False)

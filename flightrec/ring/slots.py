@@ -58,6 +58,8 @@ class SlotTable:
             self.ticks = torch.full((TABLE_SIZE,), -1, dtype=torch.int64, device=device)
             self.tick = torch.full((1,), first_tick, dtype=torch.int64, device=device)
             self._numbers = torch.arange(num_slots, device=device)
+            self._ranks = self._numbers + num_slots + 1  # of a slot that holds tick 0, in steps of num_slots + 1 a tick
+            self._scrap_rank = torch.full((1,), 2 * num_slots + 1, dtype=torch.int64, device=device)
             self._entries = torch.arange(TABLE_SIZE, device=device)
             self.held.zero_()
             self.table.fill_(num_slots)
@@ -84,7 +86,7 @@ class SlotTable:
         hold = _either(fired, hold_request)
         if hold is not None:
             self._hold(hold, self.tick)
-        self._choose(None)
+        self._choose(self.slot_tick == self.tick, spare=False)
 
     def turn(self, release: torch.Tensor) -> None:
         """Close the current tick, whose verdict is not known yet, and choose the next one's slot.
@@ -96,7 +98,7 @@ class SlotTable:
         the closing tick's own, is never taken. Nothing here depends on the host.
         """
         self._give_back(release)
-        self._choose(self.slot_tick == self.tick)
+        self._choose(self.slot_tick == self.tick, spare=True)
 
     def hold_closed(self, hold: torch.Tensor) -> None:
         """Hold the evidence of the tick that ``turn`` closed, if ``hold`` (bool scalar on the device) is true."""
@@ -116,21 +118,20 @@ class SlotTable:
         until = torch.maximum(self.hold_until, tick + self._after)
         self.hold_until.copy_(torch.where(hold, until, self.hold_until))
 
-    def _choose(self, spared: torch.Tensor | None) -> None:
-        """Hold the current tick if it is to be, give the next one a slot that is neither held nor ``spared``."""
-        self.held.logical_or_((self.slot_tick == self.tick) & (self.hold_until >= self.tick))
-        kept = self.held != 0 if spared is None else spared | (self.held != 0)
-        following = self.tick + 1
-        # The oldest slot that is not held; free ones first. Each candidate is unique, so that no tie has to be broken.
-        taken = (following + 1) * self.num_slots
-        candidates = torch.where(kept, taken, (self.slot_tick + 1) * self.num_slots + self._numbers)
-        best = candidates.amin(dim=0, keepdim=True)
-        chosen = torch.where(best == taken, self.num_slots, best % self.num_slots)
-        self.slot_tick.copy_(torch.where(self._numbers == chosen, following, self.slot_tick))
+    def _choose(self, current: torch.Tensor, *, spare: bool) -> None:
+        """Hold the current tick if it is to be, give the next one a slot that is not held (nor ``current``)."""
+        self.held.logical_or_(current & (self.hold_until >= self.tick))
+        kept = torch.logical_or(self.held, current) if spare else self.held != 0
+        following, span = self.tick + 1, self.num_slots + 1
+        # The oldest slot that is not held; free ones first; scrap after all. No two candidates are equal.
+        scrap = torch.add(self._scrap_rank, following, alpha=span)
+        candidates = torch.where(kept, scrap, torch.add(self._ranks, self.slot_tick, alpha=span))
+        chosen = candidates.amin(dim=0, keepdim=True).remainder_(span)
+        torch.where(self._numbers == chosen, following, self.slot_tick, out=self.slot_tick)
         entry = self._entries == following % TABLE_SIZE
-        self.table.copy_(torch.where(entry, chosen, self.table))
-        self.ticks.copy_(torch.where(entry, following, self.ticks))
-        self.tick.copy_(following)
+        torch.where(entry, chosen, self.table, out=self.table)
+        torch.where(entry, following, self.ticks, out=self.ticks)
+        self.tick.add_(1)
 
     @staticmethod
     def decode(state: torch.Tensor) -> SlotState:

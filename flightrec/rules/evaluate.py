@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -161,6 +161,7 @@ class Evaluator:
         self._new_may_hold = False
         self._hold_mask = upload(np.array(self._may_hold, bool), self.device)
         self._strict = False
+        self._branches: tuple[torch.cuda.Stream, ...] = ()
         self.generation = 0
         """Changes whenever ``evaluate`` would do something else: rows that are new, a rule that was disabled."""
 
@@ -196,14 +197,28 @@ class Evaluator:
                 know (``wants_left_out``).
         """
         self.prepare()
-        parts = []
         skip = self._skips.look(statistics, valid)
         gathered = Gathered(statistics, valid if skip is None else valid & ~skip.excused)
-        for runner in tuple(self._runners.values()):
-            part = self._guarded(runner, lambda r: r.run(gathered, skip, left_out))
-            if part is not None:
-                parts.append(part)
+        branches = self._fork(gathered)
+        found = []
+        for number, runner in enumerate(tuple(self._runners.values())):
+            with torch.cuda.stream(branches[number % len(branches)]) if branches else nullcontext():
+                found.append(self._guarded(runner, lambda r: r.run(gathered, skip, left_out)))
+        for branch in branches:
+            torch.cuda.current_stream(self.device).wait_stream(branch)
+        parts = [part for part in found if part is not None]
         return Verdict(tick, len(self.rules), statistics.shape[0], parts, self._hold_mask)
+
+    def _fork(self, gathered: Gathered) -> Sequence[torch.cuda.Stream]:
+        """Let the branches begin here, with all that rules share."""
+        branches = self._branches[: len(self._runners)]
+        if branches:
+            for runner in self._runners.values():
+                if runner.index.num_series:
+                    gathered.of(runner.index.tables(gathered.num_rows))
+        for branch in branches:
+            branch.wait_stream(torch.cuda.current_stream(self.device))
+        return branches
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -226,13 +241,18 @@ class Evaluator:
             self._new_may_hold = False
 
     @contextmanager
-    def strict(self) -> Iterator[None]:
-        """In here a rule that raises is not disabled: the error passes, it may be the capture's."""
-        self._strict = True
+    def capturing(self, branches: Sequence[torch.cuda.Stream] = ()) -> Iterator[None]:
+        """In here a rule that raises is not disabled: the error passes, it may be the capture's.
+
+        Args:
+            branches: rules are shared out over these streams, so that they become parallel branches of the graph:
+                hundreds of small launches in a row wait for as many gaps in the training's kernels.
+        """
+        self._strict, self._branches = True, tuple(branches)
         try:
             yield
         finally:
-            self._strict = False
+            self._strict, self._branches = False, ()
 
     def explain(
         self, rule_index: int, key: Key, value: float, threshold: float, stats_row: Any, *, watch: bool = False

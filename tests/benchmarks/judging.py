@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flightrec
+from flightrec import judging
 from flightrec.config.rules import default_rules
 from flightrec.flush.verdicts import VerdictQueue
 from flightrec.judging import Beside, Judge
@@ -27,6 +28,8 @@ from flightrec.ring.ring import Ring
 from flightrec.rules.evaluate import Evaluator
 
 TENSORS = ("input", "activation", "weight", "gradient", "output", "wgrad", "dgrad", "parameter")
+
+STEPS_OF_BLOCK = 4
 
 
 class Counted(TorchDispatchMode):
@@ -112,16 +115,19 @@ class Bench:
 
 def beside_training(benches: dict[str, Bench], pairs: int) -> dict[str, tuple[float, float]]:
     """By name: the ratio to a step without judging, median and half of its 95% confidence interval."""
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(a)
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    b = torch.randn(4096, 16384, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty(4096, 16384, device="cuda", dtype=torch.bfloat16)
 
-    def products(bench: Bench | None) -> float:
+    def block_ms(bench: Bench | None) -> float:
+        """Steps in a row: the judgement of one runs beside the next."""
         torch.cuda.synchronize()
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         first.record()
-        for _ in range(3):
-            for _ in range(15):
-                torch.mm(a, a, out=out)
+        for _ in range(STEPS_OF_BLOCK):
+            for _ in range(27):
+                torch.mm(a, b, out=out)
+                out.mul_(0.5)
             if bench is not None:
                 bench.step()
         last.record()
@@ -129,12 +135,13 @@ def beside_training(benches: dict[str, Bench], pairs: int) -> dict[str, tuple[fl
         return first.elapsed_time(last)
 
     for _ in range(5):
-        products(None)
+        quiet = block_ms(None)
+    print(f"<!-- a step without judging takes {quiet / STEPS_OF_BLOCK:.2f} ms -->")
     ratios: dict[str, list[float]] = {name: [] for name in benches}
     for _ in range(pairs):
         for name, bench in benches.items():
-            quiet = products(None)
-            ratios[name].append(products(bench) / quiet)
+            quiet = block_ms(None)
+            ratios[name].append(block_ms(bench) / quiet)
     return {
         name: (statistics.median(values), 1.25 * 1.96 * statistics.stdev(values) / len(values) ** 0.5)
         for name, values in ratios.items()
@@ -153,7 +160,9 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[261, 2000])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--priority", type=int, default=judging.PRIORITY, help="of the streams beside the training")
     options = parser.parse_args()
+    judging.PRIORITY = options.priority
     device = torch.device(options.device)
     on_gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if on_gpu else platform.machine()
