@@ -118,6 +118,8 @@ class Engine:
         self._allowed: tuple[bool, ...] = ()
         self._scalars: dict[int, RecordLayout] = {}
         """Layouts of losses and metrics, by id."""
+        self._scalars_of: tuple[list[int], list[int]] = ([], [])
+        """The records of the last iteration, and which of them are losses and metrics."""
         self._num_layouts_seen = 0
         self.ring.begin(first_tick)
 
@@ -272,7 +274,9 @@ class Engine:
     def _take_scalars(self, info: TickInfo, statistics: NDArray[np.float64], layout_ids: list[int]) -> None:
         whole: float | None = None
         parts: list[float] = []
-        for layout_id in sorted(self._scalars.keys() & layout_ids):  # in every step: no Python loop over all records
+        if layout_ids != self._scalars_of[0]:  # in every step: no Python loop over all records
+            self._scalars_of = layout_ids, sorted(self._scalars.keys() & layout_ids)
+        for layout_id in self._scalars_of[1]:
             key, row = self._scalars[layout_id].key, self._scalars[layout_id].row
             value = scalar_of(statistics[row])
             if key.part.startswith("data.") and key.microbatch != NO_MICROBATCH:

@@ -119,7 +119,8 @@ class Ring:
             self._tick = tick
             index = self._indexes[tick] = IterationIndex(tick)
             self._layout_ids = index.layout_ids
-            for old in [known for known in self._indexes if known <= tick - self._remembered_ticks]:
+            oldest = tick - self._remembered_ticks
+            for old in [known for known in self._indexes if known <= oldest]:
                 del self._indexes[old]
 
     def record(
