@@ -347,6 +347,7 @@ class Engine:
         """Wait for the verdicts that are on their way."""
         for view in self._queue.poll(wait=True):
             self._contain("taking a verdict", self._take, view)
+        self._beside.rejoin()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave, each part that can be used. Synchronises."""

@@ -199,7 +199,7 @@ class Judge:
                 self._retired.append(self._captured)
                 self._captured = None
         self._num_settled += 1
-        if self._captured is None and self._may_capture and self._num_settled > SETTLED_TICKS:
+        if self._captured is None and self._num_settled > SETTLED_TICKS and self._can_capture():
             try:
                 self._captured = self._capture()
             except Exception as error:
@@ -209,14 +209,20 @@ class Judge:
             self._retired = [old for old in self._retired if old.last_tick >= self._queue.oldest_tick]
         return self._captured
 
+    def _can_capture(self) -> bool:
+        if self._beside.stream is None:
+            return self._may_capture
+        return self._may_capture and not torch.cuda.is_current_stream_capturing()
+
     def _capture(self) -> _Captured:
         ring, evaluator, stream = self._ring, self._evaluator, self._beside.stream
-        with self._beside.allocating():
+        with self._beside.following():
             release = torch.full((ring.num_slots,), -1, dtype=torch.int64, device=ring.device)
             request = torch.zeros((), dtype=torch.bool, device=ring.device)
             left_out = None
             if self._takes_turns and evaluator.wants_left_out:
                 left_out = torch.zeros((ring.shape[2],), dtype=torch.bool, device=ring.device)
+        self._beside.rejoin()  # the training's stream is the first to change them
 
         def turn(release: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             statistics, valid = ring.turn(release)
