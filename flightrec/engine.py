@@ -24,13 +24,13 @@ from flightrec.flush.history import ScalarHistory, TickInfo, TickLog
 from flightrec.flush.outbox import Outbox
 from flightrec.flush.samples import SampleHistory
 from flightrec.flush.verdicts import VerdictQueue, VerdictView
+from flightrec.judging import Beside, Judge
 from flightrec.records import NO_MICROBATCH, Firing, Key, RecordLayout, Severity, Statistic
 from flightrec.ring.layout import QuantizedParts
 from flightrec.ring.memory import free_memory_bytes
 from flightrec.ring.ring import Ring
 from flightrec.rules.evaluate import Evaluator
 from flightrec.rules.limits import Limits
-from flightrec.rules.series import upload
 from flightrec.writer.client import WriterClient
 
 logger = logging.getLogger("flightrec")
@@ -80,19 +80,25 @@ class Engine:
         self._rules = config.triggers
         self._rotation = rotation
         self.limits = Limits(self._rules, config.incident.limit, config.incident.cooldown)
-        self.evaluator = Evaluator(device, self._rules, on_failure=on_failure)
+        self._beside = Beside(device)
+        latency_ticks = LATENCY_TICKS + (self._beside.stream is not None)  # judged a tick later: one slot more
+        with self._beside.allocating():
+            self.evaluator = Evaluator(device, self._rules, on_failure=on_failure)
         self.ring = Ring(
             device,
             iterations=config.ring.iterations,
             after=config.incident.after,
-            latency=LATENCY_TICKS,
+            latency=latency_ticks,
             memory_bytes=_memory_bytes(config, device),
             on_out_of_memory=config.ring.on_out_of_memory,
             microbatches=config.ring.microbatches,
             on_layout=self.evaluator.register,
         )
-        depth = config.ring.iterations + config.incident.after + 2 * LATENCY_TICKS + 2
+        depth = config.ring.iterations + config.incident.after + 2 * latency_ticks + 2
         self._queue = VerdictQueue(device, depth)
+        self._judge = Judge(
+            self.ring, self.evaluator, self._queue, self._beside, self._contain, takes_turns=rotation is not None
+        )
         self._log = TickLog(depth)
         self.history = ScalarHistory(config.history.iterations)
         self.flusher = Flusher(
@@ -109,9 +115,11 @@ class Engine:
             note_blind = self.flusher.note_blind
             self._samples = SampleHistory(client.history, lambda reason: note_blind("", "history", reason))
         self._host_firings: dict[int, list[Firing]] = {}
-        self._false = torch.zeros((), dtype=torch.bool, device=device)
+        self._allowed: tuple[bool, ...] = ()
         self._scalars: dict[int, RecordLayout] = {}
         """Layouts of losses and metrics, by id."""
+        self._scalars_of: tuple[list[int], list[int]] = ([], [])
+        """The records of the last iteration, and which of them are losses and metrics."""
         self._num_layouts_seen = 0
         self.ring.begin(first_tick)
 
@@ -220,24 +228,23 @@ class Engine:
         if host_firings:
             self._host_firings[info.tick] = list(host_firings)
         self._contain("the limits", self._set_limits, info.tick)
-        statistics, valid = ring.gather(info.tick)
-        verdict = self.evaluator.evaluate(info.tick, statistics, valid, self._left_out(info, len(valid)))
-        hold_request = ~self._false if host_firings else None
-        ring.advance(info.tick, verdict.hold, self._contain("releasing slots", self._release), hold_request)
+        releases = self._contain("releasing slots", self.flusher.take_releases)
+        self._judge.close(info.tick, releases or (), bool(host_firings), self._left_out(info))
         self._log.add(info)
-        self._contain("queueing a verdict", self._queue.push, info.tick, verdict, ring.slots.state, statistics)
 
     def _set_limits(self, tick: int) -> None:
-        for number, allowed in enumerate(self.limits.allowed(tick)):
-            self.evaluator.set_may_hold(number, allowed)
+        allowed = self.limits.allowed(tick)
+        if allowed != self._allowed:
+            for number, may_hold in enumerate(allowed):
+                self.evaluator.set_may_hold(number, may_hold)
+            self._allowed = allowed
 
-    def _left_out(self, info: TickInfo, num_rows: int) -> torch.Tensor | None:
-        """Rows that rotation left out of this tick, bool [R] on the device; None if no rule wants to know."""
+    def _left_out(self, info: TickInfo) -> NDArray[np.bool_] | None:
+        """Rows that rotation left out of this tick, bool [R]; None if no rule wants to know."""
         if self._rotation is None:
             return None
         info.left_out = self._rotation.note
-        rows = self._rotation.left_out(num_rows) if self.evaluator.wants_left_out else None
-        return None if rows is None else upload(rows, self.device)
+        return self._rotation.left_out(self.ring.shape[2]) if self.evaluator.wants_left_out else None
 
     def _see_layouts(self) -> None:
         layouts = self.ring.layouts
@@ -246,16 +253,6 @@ class Engine:
                 self._scalars[layout.layout_id] = layout
         self._num_layouts_seen = len(layouts)
         self.flusher.post_tables()
-
-    def _release(self) -> torch.Tensor | None:
-        """int64 [S] on the device: the tick whose hold ends, by slot, -1 for none; None if there is none."""
-        releases = self.flusher.take_releases()
-        if not releases:
-            return None
-        release = torch.full((self.ring.num_slots,), -1, dtype=torch.int64, device=self.device)
-        for slot, tick in releases:
-            release[slot : slot + 1].fill_(tick)  # scalars travel with the launch: no host memory to keep alive
-        return release
 
     # -- a verdict on the host ---------------------------------------------------------------------------------------
 
@@ -277,7 +274,9 @@ class Engine:
     def _take_scalars(self, info: TickInfo, statistics: NDArray[np.float64], layout_ids: list[int]) -> None:
         whole: float | None = None
         parts: list[float] = []
-        for layout_id in sorted(self._scalars.keys() & layout_ids):  # in every step: no Python loop over all records
+        if layout_ids != self._scalars_of[0]:  # in every step: no Python loop over all records
+            self._scalars_of = layout_ids, sorted(self._scalars.keys() & layout_ids)
+        for layout_id in self._scalars_of[1]:
             key, row = self._scalars[layout_id].key, self._scalars[layout_id].row
             value = scalar_of(statistics[row])
             if key.part.startswith("data.") and key.microbatch != NO_MICROBATCH:
@@ -348,6 +347,7 @@ class Engine:
         """Wait for the verdicts that are on their way."""
         for view in self._queue.poll(wait=True):
             self._contain("taking a verdict", self._take, view)
+        self._beside.rejoin()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave, each part that can be used. Synchronises."""

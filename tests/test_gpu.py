@@ -107,6 +107,7 @@ def test_healthy_iterations_wait_for_nothing_and_allocate_nothing_new(determinis
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             assert not recorder._capture.off
+            assert recorder._capture.engine._judge.is_replayed
     finally:
         torch.use_deterministic_algorithms(False)
     # One verdict more or less may be on its way to the host, as the device happens to lag.

@@ -138,3 +138,70 @@ def test_deterministic_algorithms_are_enough(device):
             assert_equal(table, model, tick)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+class DelayedHost:
+    """Asks for the release of each held tick some ticks after it saw it held; the same delay, whatever the table."""
+
+    def __init__(self, table, delays):
+        self.table, self.delays, self.seen = table, delays, {}
+
+    def release(self, tick):
+        for held in held_ticks(self.table):
+            self.seen.setdefault(held, tick + self.delays[held % len(self.delays)])
+        state = self.table.decode(self.table.state)
+        due = {held for held, when in self.seen.items() if when == tick}
+        return torch.tensor([held if held in due else -1 for held in state.slot_tick])
+
+
+def held_ticks(table):
+    state = table.decode(table.state)
+    return {tick for tick, held in zip(state.slot_tick, state.held, strict=True) if held}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_choosing_before_the_verdict_keeps_what_choosing_after_it_keeps(overlap, data):
+    """``turn`` with one slot more than ``advance``, under random faults and releases that come late.
+
+    A fault before which nothing was held for a while finds all N, and the iterations beyond it, in either order. While
+    faults overlap, slots are short in either order: what is held stays, and the faulty tick is had if it had a slot.
+    """
+    iterations, after = data.draw(st.integers(1, 5)), data.draw(st.integers(0, 3))
+    num_slots, first = iterations + after + data.draw(st.integers(1, 3)), data.draw(st.sampled_from([0, 1000]))
+    known = SlotTable(torch.device("cpu"), num_slots, iterations=iterations, after=after, first_tick=first)
+    ahead = SlotTable(torch.device("cpu"), num_slots + 1, iterations=iterations, after=after, first_tick=first)
+    delays = data.draw(st.lists(st.integers(1, 12), min_size=1, max_size=7))
+    hosts = DelayedHost(known, delays), DelayedHost(ahead, delays)
+    num_ticks = data.draw(st.integers(1, 40))
+    faults = data.draw(st.sets(st.integers(0, num_ticks), max_size=12))
+    in_order = data.draw(st.sets(st.integers(0, num_ticks), max_size=8))
+    num_quiet = num_slots + 2  # nothing is held in a new table
+    for tick in range(first, first + num_ticks):
+        releases = [host.release(tick) for host in hosts]
+        kept = held_ticks(ahead) - set(releases[1].tolist())
+        recent = set(range(max(first, tick - iterations + 1), tick + 1))
+        num_quiet = 0 if kept else num_quiet + 1
+        is_quiet = num_quiet > num_slots + 1
+        hold = torch.tensor(tick - first in faults and (overlap or is_quiet))
+        current = ahead.current_slot().item()
+        known.advance(tick, hold, releases[0], None)
+        if tick - first in in_order:  # a tick that is judged in order, between ticks that are judged beside
+            ahead.advance(tick, hold, releases[1], None)
+        else:
+            ahead.turn(releases[1])
+            ahead.hold_closed(hold)
+        state, other = ahead.decode(ahead.state), known.decode(known.state)
+        assert kept <= held_ticks(ahead)
+        assert int(ahead.tick) == tick + 1
+        assert ahead.tick_entry(tick + 1).tolist() == [tick + 1]
+        assert ahead.current_slot().tolist() == ahead.table_entry(tick + 1).tolist()
+        if hold and current < ahead.num_slots:
+            assert state.slot_tick[current] == tick
+            assert state.held[current]
+        if hold and is_quiet:
+            assert recent <= held_ticks(ahead)
+        if not overlap:
+            assert held_ticks(ahead) == held_ticks(known)
+            assert {number for number in other.slot_tick if number >= 0} <= set(state.slot_tick)

@@ -119,7 +119,8 @@ class Ring:
             self._tick = tick
             index = self._indexes[tick] = IterationIndex(tick)
             self._layout_ids = index.layout_ids
-            for old in [known for known in self._indexes if known <= tick - self._remembered_ticks]:
+            oldest = tick - self._remembered_ticks
+            for old in [known for known in self._indexes if known <= oldest]:
                 del self._indexes[old]
 
     def record(
@@ -194,12 +195,24 @@ class Ring:
             statistics = self._registry.statistics
             return statistics.gather(self.slots.table_entry(tick), self.slots.tick_entry(tick))
 
+    def turn(self, release: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As ``gather`` of the current tick, then choose the next one's slot before this one is judged.
+
+        By the device's own count of ticks, so that all of it can be replayed. Wants one more slot of ``latency``; see
+        ``SlotTable.turn``. ``slots.hold_closed`` takes the verdict, ``advance(turned=True)`` ends the tick on the host.
+        """
+        gathered = self._registry.statistics.gather(self.slots.current_slot(), self.slots.tick)
+        self.slots.turn(release)
+        return gathered
+
     def advance(
         self,
         tick: int,
         fired: torch.Tensor | None = None,
         release: torch.Tensor | None = None,
         hold_request: torch.Tensor | None = None,
+        *,
+        turned: bool = False,
     ) -> None:
         """Close ``tick``: release slots, hold the evidence, choose the slot of ``tick + 1``. Does not synchronise.
 
@@ -209,10 +222,12 @@ class Ring:
             release: int64 ``[num_slots]`` on the device: by slot the tick that was staged, -1 for none; a slot that
                 holds another tick by now stays held. None for none. Applied first.
             hold_request: bool scalar on the device, as ``fired``.
+            turned: ``turn`` has chosen the slot already.
         """
         with self._lock, torch.no_grad():
             assert self.committed, "commit() comes before the first advance()"
-            self.slots.advance(tick, fired, release, hold_request)
+            if not turned:
+                self.slots.advance(tick, fired, release, hold_request)
             self._streams.stepped()
 
     def slot_view(self, tick: int) -> torch.Tensor:
@@ -349,6 +364,12 @@ class Ring:
     def num_slots(self) -> int:
         """Slots without scrap; 1 before ``commit``."""
         return self.slots.num_slots
+
+    @property
+    def shape(self) -> tuple[SlotTable, int, int]:
+        """Changes whenever ``turn`` would use other memory."""
+        statistics = self._registry.statistics
+        return self.slots, statistics.generation, statistics.num_allocated_rows
 
     @property
     def bytes_per_iteration(self) -> int:

@@ -47,7 +47,7 @@ class StatisticsMatrix:
     @property
     def num_allocated_rows(self) -> int:
         """``num_rows`` rounded up to whole blocks."""
-        return sum(block.num_rows for block in self._blocks)
+        return self._blocks[-1].first_row + self._blocks[-1].num_rows if self._blocks else 0
 
     def add_row(self) -> int:
         """Number of a new row; never written yet."""

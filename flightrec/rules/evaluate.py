@@ -1,15 +1,15 @@
 """The evaluation that ``step()`` launches: statistics matrix in, verdict out, all on the device.
 
 ``register`` may be called from any thread (a key is first seen in a hook); everything else runs on the thread that
-calls ``step()``, on its current stream. Nothing here waits for the device except ``Verdict.row_firings``,
+calls ``step()``, on its current stream. Nothing here waits for the device except
 ``state_dict`` and ``load_state_dict``. A rule that raises is disabled and told once; the others go on.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -18,124 +18,37 @@ from torch import Tensor
 
 from flightrec.config.rules import AnyRule
 from flightrec.records import Key, Phase, RecordLayout, Severity
-from flightrec.rules.base import DeviceRule, Judgement, Samples, statistics_of, subject
+from flightrec.rules.base import DeviceRule, Samples, statistics_of, subject
 from flightrec.rules.kinds import DEVICE_RULES
 from flightrec.rules.series import SeriesIndex, SeriesTables, series_name, upload
 from flightrec.rules.skips import Skip, SkippedSteps
 from flightrec.rules.state import Arming, SeriesState
+from flightrec.rules.verdict import RulePart, Verdict
 
 STATE_VERSION = 1
 
 
-@dataclass(frozen=True, slots=True)
-class RowFiring:
-    """One row on which one rule fired, on the host."""
+class Gathered:
+    """One tick's statistics by series; rules that see the same rows as the same series share them.
 
-    rule: int
-    row: int
-    value: float
-    threshold: float
-    watch: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _RulePart:
-    """What one rule said in one tick, still in its own places [S, K]."""
-
-    rule: int
-    fires: Tensor
-    watches: Tensor | None
-    judgement: Judgement
-    tables: SeriesTables
-
-    def rows(self, series: Tensor) -> Tensor:
-        """Bool [R]: the rows that show it, of the flagged series."""
-        return self._place(self.judgement.rows & series[:, None]) & self.tables.row_is_seen
-
-    def numbers(self, values: Tensor) -> Tensor:
-        """float64 [R], NaN for rows that the rule does not see."""
-        return torch.where(self.tables.row_is_seen, self._place(values), torch.nan)
-
-    def _place(self, values: Tensor) -> Tensor:
-        return values.expand(self.tables.shape).reshape(-1).index_select(0, self.tables.place_of_row)
-
-
-class Verdict:
-    """The answer for one tick.
-
-    Attributes:
-        tick: whose.
-        hold: bool scalar on the device: a rule that may hold fired with severity ``warning`` or ``fault``.
-        any: bool scalar on the device: some rule fired or watches. While it is false the matrices need not be read.
-
-    The matrices ``fired``, ``watch``, ``value`` and ``threshold`` are put together when first asked for, by operations
-    on the then current stream, which must follow the one that evaluated; they do not synchronise and do not change
-    with later ticks.
+    Args:
+        statistics: float64 [R, NUM_STATISTICS] on the device.
+        valid: bool [R] on the device.
     """
 
-    def __init__(self, tick: int, num_rules: int, num_rows: int, parts: Sequence[_RulePart], hold_mask: Tensor) -> None:
-        self.tick = tick
-        self._shape = (num_rules, num_rows)
-        self._parts = {part.rule: part for part in parts}
-        self._device = hold_mask.device
-        self._matrices: dict[str, Tensor] = {}
-        self.hold, self.any = self._summarize(hold_mask)
+    def __init__(self, statistics: Tensor, valid: Tensor) -> None:
+        self.num_rows = statistics.shape[0]
+        self._statistics, self._valid = statistics, valid
+        self._known: dict[tuple[tuple[int, int], bytes], tuple[Tensor, Tensor]] = {}
 
-    @property
-    def fired(self) -> Tensor:
-        """Bool [num_rules, R]: rows that show the fault of a series that fires now (it was armed)."""
-        return self._matrix("fired", lambda part: part.rows(part.fires), False)
-
-    @property
-    def watch(self) -> Tensor:
-        """Bool [num_rules, R]: rows whose rule only watches, as an amax excess that is not confirmed."""
-        return self._matrix("watch", lambda part: None if part.watches is None else part.rows(part.watches), False)
-
-    @property
-    def value(self) -> Tensor:
-        """float64 [num_rules, R]: what was judged; NaN or arbitrary where the row was not recorded in this tick."""
-        return self._matrix("value", lambda part: part.numbers(part.judgement.value), torch.nan)
-
-    @property
-    def threshold(self) -> Tensor:
-        """float64 [num_rules, R]: what the value was judged against; NaN where nothing was (no history)."""
-        return self._matrix("threshold", self._thresholds, torch.nan)
-
-    def row_firings(self) -> list[RowFiring]:
-        """All firings, on the host, by rule and row. Synchronises: only after ``any`` was seen to be true."""
-        marks = (self.fired | self.watch).cpu().numpy()
-        fired, value, threshold = self.fired.cpu().numpy(), self.value.cpu().numpy(), self.threshold.cpu().numpy()
-        return [
-            RowFiring(int(rule), int(row), float(value[rule, row]), float(threshold[rule, row]), not fired[rule, row])
-            for rule, row in np.argwhere(marks)
-        ]
-
-    def _thresholds(self, part: _RulePart) -> Tensor:
-        threshold = part.judgement.threshold
-        if not isinstance(threshold, Tensor):
-            threshold = torch.full((part.tables.shape[0],), threshold, dtype=torch.float64, device=self._device)
-        return part.numbers(threshold[:, None])
-
-    def _matrix(self, name: str, row: Callable[[_RulePart], Tensor | None], blank: float) -> Tensor:
-        if name not in self._matrices:
-            dtype = torch.bool if blank is False else torch.float64
-            matrix = torch.full(self._shape, blank, dtype=dtype, device=self._device)
-            for rule, part in self._parts.items():
-                values = row(part)
-                if values is not None:
-                    matrix[rule].copy_(values)
-            self._matrices[name] = matrix
-        return self._matrices[name]
-
-    def _summarize(self, hold_mask: Tensor) -> tuple[Tensor, Tensor]:
-        num_rules = self._shape[0]
-        blank = torch.zeros((), dtype=torch.bool, device=self._device)
-        if not self._parts:
-            return blank, blank
-        flags = [self._parts[rule].fires.any() if rule in self._parts else blank for rule in range(num_rules)]
-        flags += [part.watches.any() for part in self._parts.values() if part.watches is not None]
-        marks = torch.stack(flags)
-        return (marks[:num_rules] & hold_mask).any(), marks.any()
+    def of(self, tables: SeriesTables) -> tuple[Tensor, Tensor]:
+        """float64 [S, K, NUM_STATISTICS] and bool [S, K], which of them were recorded; both read-only."""
+        name = (tables.shape, tables.fingerprint)
+        if name not in self._known:
+            statistics = self._statistics.index_select(0, tables.rows).view(*tables.shape, -1)
+            present = self._valid.index_select(0, tables.rows).view(tables.shape)
+            self._known[name] = statistics, present if tables.real is None else present & tables.real
+        return self._known[name]
 
 
 class _Runner:
@@ -159,7 +72,7 @@ class _Runner:
         if self.rule.accepts(key):
             self.index.add(key, row)
 
-    def run(self, statistics: Tensor, valid: Tensor, skip: Skip | None, left_out: Tensor | None) -> _RulePart | None:
+    def run(self, gathered: Gathered, skip: Skip | None, left_out: Tensor | None) -> RulePart | None:
         """Judge one tick; None while the rule has no series."""
         known = self.state.num_series
         if self.index.num_series == 0:
@@ -167,21 +80,18 @@ class _Runner:
         if self.index.num_series > known:
             self.state.grow(self.index.num_series)
             self._recall(known)
-        tables = self.index.tables(statistics.shape[0])
-        gathered = statistics.index_select(0, tables.rows).view(*tables.shape, -1)
-        present = valid.index_select(0, tables.rows).view(tables.shape)
-        if tables.real is not None:
-            present &= tables.real
+        tables = self.index.tables(gathered.num_rows)
+        statistics, present = gathered.of(tables)
         if left_out is not None and self.rule.wants_left_out:
             left_out = left_out.index_select(0, tables.rows).view(tables.shape)
             if tables.real is not None:
                 left_out &= tables.real
-        judgement = self.rule.judge(Samples(gathered, present, tables, skip, left_out))
+        judgement = self.rule.judge(Samples(statistics, present, tables, skip, left_out))
         fires = self._arming.fire(judgement.sampled, judgement.faulty)
         watches = None
         if judgement.watch is not None:
             watches = self._watch_arming.fire(judgement.sampled, judgement.watch)
-        return _RulePart(self.number, fires, watches, judgement, tables)
+        return RulePart(self.number, fires, watches, judgement, tables)
 
     def state_dict(self) -> dict[str, Any]:
         """Windows and arming, one row a series, with those loaded but not seen since."""
@@ -246,8 +156,14 @@ class Evaluator:
         }
         self._skips = SkippedSteps(self.device)
         self._pending: deque[RecordLayout] = deque()
+        self._rows: set[int] = set()
         self._may_hold = [rule.severity is not Severity.WATCH for rule in self.rules]
-        self._hold_mask: Tensor | None = None
+        self._new_may_hold = False
+        self._hold_mask = upload(np.array(self._may_hold, bool), self.device)
+        self._strict = False
+        self._branches: tuple[torch.cuda.Stream, ...] = ()
+        self.generation = 0
+        """Changes whenever ``evaluate`` would do something else: rows that are new, a rule that was disabled."""
 
     @property
     def wants_left_out(self) -> bool:
@@ -266,7 +182,7 @@ class Evaluator:
         allowed = may_hold and self.rules[rule_index].severity is not Severity.WATCH
         if allowed != self._may_hold[rule_index]:
             self._may_hold[rule_index] = allowed
-            self._hold_mask = None
+            self._new_may_hold = True
 
     @torch.inference_mode(False)  # the state outlives a loop that is in inference mode
     @torch.no_grad()
@@ -280,21 +196,63 @@ class Evaluator:
             left_out: bool [R] on the device, it was not the row's turn; None if all took theirs, or if no rule wants to
                 know (``wants_left_out``).
         """
+        self.prepare()
+        skip = self._skips.look(statistics, valid)
+        gathered = Gathered(statistics, valid if skip is None else valid & ~skip.excused)
+        branches = self._fork(gathered)
+        found = []
+        for number, runner in enumerate(tuple(self._runners.values())):
+            with torch.cuda.stream(branches[number % len(branches)]) if branches else nullcontext():
+                found.append(self._guarded(runner, lambda r: r.run(gathered, skip, left_out)))
+        for branch in branches:
+            torch.cuda.current_stream(self.device).wait_stream(branch)
+        parts = [part for part in found if part is not None]
+        return Verdict(tick, len(self.rules), statistics.shape[0], parts, self._hold_mask)
+
+    def _fork(self, gathered: Gathered) -> Sequence[torch.cuda.Stream]:
+        """Let the branches begin here, with all that rules share."""
+        branches = self._branches[: len(self._runners)]
+        if branches:
+            for runner in self._runners.values():
+                if runner.index.num_series:
+                    gathered.of(runner.index.tables(gathered.num_rows))
+        for branch in branches:
+            branch.wait_stream(torch.cuda.current_stream(self.device))
+        return branches
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Take what was registered and set since the last tick; the first thing that ``evaluate`` does.
+
+        After it, and while ``generation`` stays, ``evaluate`` does the same operations on the same memory whatever the
+        tick, so that they can be captured and replayed in its place.
+        """
         while self._pending:
             layout = self._pending.popleft()
+            if layout.row in self._rows:
+                continue
+            self._rows.add(layout.row)
+            self.generation += 1
             self._skips.add(layout.key, layout.row)
             for runner in tuple(self._runners.values()):
                 self._guarded(runner, lambda r: r.add(layout.key, layout.row))  # noqa: B023
-        parts = []
-        skip = self._skips.look(statistics, valid)
-        judged = valid if skip is None else valid & ~skip.excused
-        for runner in tuple(self._runners.values()):
-            part = self._guarded(runner, lambda r: r.run(statistics, judged, skip, left_out))
-            if part is not None:
-                parts.append(part)
-        if self._hold_mask is None:
-            self._hold_mask = upload(np.array(self._may_hold, bool), self.device)
-        return Verdict(tick, len(self.rules), statistics.shape[0], parts, self._hold_mask)
+        if self._new_may_hold:
+            self._hold_mask.copy_(upload(np.array(self._may_hold, bool), self.device))
+            self._new_may_hold = False
+
+    @contextmanager
+    def capturing(self, branches: Sequence[torch.cuda.Stream] = ()) -> Iterator[None]:
+        """In here a rule that raises is not disabled: the error passes, it may be the capture's.
+
+        Args:
+            branches: rules are shared out over these streams, so that they become parallel branches of the graph:
+                hundreds of small launches in a row wait for as many gaps in the training's kernels.
+        """
+        self._strict, self._branches = True, tuple(branches)
+        try:
+            yield
+        finally:
+            self._strict, self._branches = False, ()
 
     def explain(
         self, rule_index: int, key: Key, value: float, threshold: float, stats_row: Any, *, watch: bool = False
@@ -332,12 +290,15 @@ class Evaluator:
             if saved is not None and saved["kind"] == runner.config.kind:
                 runner.load_state_dict(saved)
 
-    def _guarded(self, runner: _Runner, call: Callable[[_Runner], _RulePart | None]) -> _RulePart | None:
+    def _guarded(self, runner: _Runner, call: Callable[[_Runner], RulePart | None]) -> RulePart | None:
         """Run a rule; if it raises, disable it and tell."""
         try:
             return call(runner)
         except Exception as error:  # a rule's fault must never reach the training loop
+            if self._strict:
+                raise
             self._runners.pop(runner.number, None)
+            self.generation += 1
             if self._on_failure is not None:
                 self._on_failure(runner.config.name, error)
             return None

@@ -35,6 +35,7 @@ class Limits:
         self._cooldowns = [
             cooldown if rule.cooldown_iterations is None else rule.cooldown_iterations for rule in self.rules
         ]
+        self._unlimited = tuple(rule.severity is not Severity.WATCH for rule in self.rules)
         self._counts: dict[tuple[str, Severity], int] = {}
         self._last_tick: dict[tuple[str, Severity], int] = {}
 
@@ -62,6 +63,8 @@ class Limits:
 
     def allowed(self, tick: int) -> tuple[bool, ...]:
         """``allows`` for every rule, in the order of their numbers: what ``Evaluator.set_may_hold`` is told."""
+        if not self._counts:  # in a healthy run, every iteration
+            return self._unlimited
         return tuple(self.allows(number, tick) for number in range(len(self.rules)))
 
     def count(self, rule_index: int, tick: int, severity: Severity | None = None) -> None:

@@ -6,12 +6,14 @@ something new came. Uploads go through pinned memory and do not synchronise.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flightrec.config.expert_rule import whole_expert
@@ -45,6 +47,8 @@ class SeriesTables:
         groups_real: bool [G, M], padding is false.
         place_of_row: int64 [R], place of each row, 0 where there is none.
         row_is_seen: bool [R].
+        row_of_place: int64 [S * K] on the host, -1 where a place has no row.
+        fingerprint: equal for tables whose places have the same rows.
         siblings: the same tensor of several experts; None when the rule asks for none, or none has a sibling.
     """
 
@@ -58,6 +62,8 @@ class SeriesTables:
     groups_real: Tensor | None
     place_of_row: Tensor
     row_is_seen: Tensor
+    row_of_place: NDArray[np.int64]
+    fingerprint: bytes
     siblings: Siblings | None = None
 
     def feeding(self, samples: Tensor) -> Tensor:
@@ -143,6 +149,7 @@ class SeriesIndex:
         place_of_row[known] = number * width + column
         row_is_seen = np.zeros(num_rows, bool)
         row_is_seen[known] = True
+        row_of_place = np.where(real, rows, -1).reshape(-1)
         series = list(self._series)
         groups, groups_real = self._build_groups(series)
         feeds = np.array([key.phase is Phase.TRAIN for key in series], bool)
@@ -157,6 +164,8 @@ class SeriesIndex:
             groups_real=groups_real,
             place_of_row=self._upload(place_of_row),
             row_is_seen=self._upload(row_is_seen),
+            row_of_place=row_of_place,
+            fingerprint=hashlib.sha256(row_of_place.tobytes()).digest(),
             siblings=None if self._relatives is None else build_siblings(series, self._relatives, self._upload),
         )
 
