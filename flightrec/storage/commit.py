@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from flightrec.errors import WriterError
@@ -23,6 +24,22 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         written = os.pwrite(descriptor, view, offset)
         view = view[written:]
         offset += written
+
+
+def write_vector(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Write buffers one behind the other at a file offset, at most 1 024; ``OSError`` when the disk refuses.
+
+    Returns:
+        Bytes written: all.
+    """
+    expected = sum(buffer.nbytes for buffer in buffers)
+    written = os.pwritev(descriptor, buffers, offset)
+    at = 0
+    for buffer in buffers if written < expected else ():  # a long call may end early: what is missing, one by one
+        done = min(max(written - at, 0), buffer.nbytes)
+        write_all(descriptor, buffer[done:], offset + at + done)
+        at += buffer.nbytes
+    return expected
 
 
 def publish(partial: Path, final: Path) -> None:
