@@ -49,7 +49,7 @@ def publish(partial: Path, final: Path) -> None:
         WriterError: the final name is taken; the temporary file stays.
         OSError: the disk refuses.
     """
-    _synchronize(partial)
+    synchronize(partial)
     try:
         os.link(partial, final)
     except FileExistsError:
@@ -62,7 +62,7 @@ def publish(partial: Path, final: Path) -> None:
         partial.rename(final)  # no hard links here; the incident's folder is ours alone, nobody races for the name
     else:
         partial.unlink()
-    _synchronize(final.parent)
+    synchronize(final.parent)
 
 
 def discard(partial: Path) -> None:
@@ -79,7 +79,8 @@ def _taken(partial: Path, final: Path) -> WriterError:
     )
 
 
-def _synchronize(path: Path) -> None:
+def synchronize(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk; waits."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -43,9 +43,6 @@ Buffers = Sequence[memoryview] | Callable[[Component], memoryview]
 _FLUSH_BYTES = 256 << 20
 _FLUSH_RECORDS = 1024
 
-_METADATA_BLOCK_BYTES = 64 << 10
-"""HDF5's own bytes lie together in blocks of this size, so that those of neighbouring datasets follow each other."""
-
 
 def write_facts(path: str | Path, facts: IncidentFacts) -> None:
     """Write and commit a rank's facts file.
@@ -121,8 +118,7 @@ class TensorsFile:
             disk = ForgivingFile(commit.partial_path(path))
         except OSError as error:
             raise _refused(path, error) from error
-        options = {"libver": schema.LIBVER, "locking": False, "meta_block_size": _METADATA_BLOCK_BYTES}
-        file = cls(path, h5py.File(disk, "w", **options), disk)
+        file = cls(path, h5py.File(disk, "w", libver=schema.LIBVER, locking=False), disk)
         values = tables.root_attributes(schema.TENSORS, identity)
         text.write_attributes(file._file, values | {"facts_file": facts_file})
         try:
