@@ -1,15 +1,19 @@
-"""Compression filters of packed incidents: names, options, and the package that some of them need. No state."""
+"""Compression filters of packed incidents: names, options, and the package that some of them need.
+
+No state. Loads HDF5 only where it is used: the command line's help knows the names too.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
-from typing import Any
-
-import h5py
+from typing import TYPE_CHECKING, Any
 
 from flightrec.errors import MissingExtraError
-from flightrec.storage import text
+
+if TYPE_CHECKING:
+    import h5py
 
 FILTERS: dict[str, tuple[int, int, int]] = {"gzip": (1, 9, 4), "zstd": (1, 22, 3), "blosc": (1, 9, 5)}
 """Name to lowest, highest and default level. ``gzip`` is part of every HDF5."""
@@ -57,7 +61,7 @@ def need(path: Path, file: h5py.File) -> None:
     """
     if "packed" not in file.attrs:
         return
-    name = str((text.from_json_text(str(text.read_attribute(file, "packed"))) or {}).get("filter", ""))
+    name = str(json.loads(str(file.attrs["packed"])).get("filter", ""))
     try:
         load(name)
     except MissingExtraError as error:
