@@ -85,19 +85,19 @@ def test_f22_a_race_keeps_its_nan_while_one_looks(recorded, tmp_path):
     """The main stream reads a buffer that a side stream will have filled later: nobody told it to wait."""
     side = stream_beside_the_main_one()
     buffer = torch.zeros(1 << 20, device="cuda")
-    seen = []
+    seen = [torch.empty_like(buffer) for _ in range(6)]  # now: a new allocation might wait for the device
     with flightrec.Recorder(CONFIG, directory=tmp_path) as recorder:
-        for iteration in range(6):
+        for iteration, y in enumerate(seen):
+            torch.cuda.synchronize()  # the iteration before has filled it
             buffer.fill_(math.nan if iteration == 4 else 1.0)  # what was in the memory before
             torch.cuda.synchronize()
             with torch.cuda.stream(side):
                 torch.cuda._sleep(200_000_000)  # a tenth of a second
                 buffer.fill_(2.0)
-            y = buffer * 3
+            torch.mul(buffer, 3, out=y)
             if recorded:
                 recorder.record("reader", "output", high_precision=y)
                 recorder.step()
-            seen.append(y)
         torch.cuda.synchronize()
     assert [bool(y.isnan().all()) for y in seen] == [False] * 4 + [True, False]
     assert [float(y[0]) for y in seen if not y.isnan().any()] == [3.0] * 5
