@@ -40,6 +40,9 @@ CPU_BYTES_PER_STEP = 256 << 20
 UNPINNED_BYTES_PER_STEP = 16 << 20
 """On CUDA a copy to memory that could not be pinned makes the host wait: a few milliseconds of each step at most."""
 
+REPLACED_PINNED_BYTES = 512 << 20
+"""Pinned of a new writer's staging memory, in the middle of a run: a seventh of a second."""
+
 NOT_IN_TURN = "*"
 """Stands in ``/blind`` for the layers whose turn an iteration was not."""
 
@@ -128,12 +131,15 @@ class Flusher:
     def prepare(self, held_bytes: int) -> None:
         """Pin staging memory for ``held_bytes``, once, in the step that allocates the ring. Waits on CUDA.
 
-        Never in a later step: page-locking takes a good part of a second a GiB and holds the driver's locks.
+        Not later: page-locking takes a good part of a second a GiB and holds the driver's locks.
         """
         self._held_bytes = held_bytes
+        self._pin(held_bytes)
+
+    def _pin(self, num_bytes: int) -> None:
         if self._stream is None or self._pinned or torch.cuda.is_current_stream_capturing():
             return
-        num_bytes = pin(self._staging, held_bytes)
+        num_bytes = pin(self._staging, num_bytes)
         if num_bytes:
             self._staging = self._staging[:num_bytes]
             self._pinned = True
@@ -311,7 +317,7 @@ class Flusher:
         self._abandon_copies()
         self._unpin()
         self._staging = staging_tensor(self._outbox.client)
-        self.prepare(self._held_bytes)
+        self._pin(min(self._held_bytes, REPLACED_PINNED_BYTES))
         for incident in self._incidents:
             ticks, incident.ticks, incident.to_stage, incident.blind = incident.ticks, [], [], []
             history = self._history.columns()
