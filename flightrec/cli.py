@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flightrec.commands import bench, check, demo, inspect
+from flightrec.commands import bench, check, demo, inspect, pack
 from flightrec.errors import ConfigError, FlightrecError, FormatError, IncidentError
 
 EXIT_FINDINGS = 1
@@ -33,6 +33,7 @@ app.command("demo")(demo.demo)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("bench")(bench.bench)
+app.command("pack")(pack.pack)
 
 
 def _version(wanted: bool) -> None:

@@ -17,7 +17,7 @@ from flightrec import __version__ as flightrec_version
 def test_help_names_all_commands() -> None:
     done = flightrec("--help")
     assert done.returncode == 0
-    for command in ("demo", "check", "bench", "inspect"):
+    for command in ("demo", "check", "bench", "inspect", "pack"):
         assert command in done.stdout
 
 
@@ -144,3 +144,15 @@ def test_reader_that_goes_away_is_no_finding(incident_folder: Path) -> None:
     _, error = child.communicate()
     assert b"Traceback" not in error
     assert child.returncode in (0, 1)
+
+
+def test_pack_tells_the_sizes_and_replaces_nothing(incident_folder: Path, tmp_path: Path) -> None:
+    done = flightrec_process("pack", incident_folder, "--output", tmp_path / "small", "--level", "6")
+    assert done.returncode == 0, done.stderr
+    assert "bit by bit" in done.stdout
+    assert "(gzip 6)" in done.stdout
+    one, two = (flightrec("inspect", path, "--json") for path in (incident_folder, tmp_path / "small"))
+    assert json.loads(one.stdout)["blame"] == json.loads(two.stdout)["blame"]
+    for options in (["--output", tmp_path / "small"], ["--filter", "lzma"], ["--level", "12"]):
+        assert flightrec("pack", incident_folder, *options).returncode == 2
+    assert flightrec("pack", tmp_path / "nowhere", "--output", tmp_path / "x").returncode == 3

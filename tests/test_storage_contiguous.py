@@ -46,3 +46,16 @@ def test_an_existing_group_is_refused(file: h5py.File) -> None:
     allocator.create_group("/a/c")
     with pytest.raises(ValueError, match="exists"):
         allocator.create_group("/a/b")
+
+
+def test_an_unlinked_dataset_appears_with_its_link_and_goes_without(file: h5py.File) -> None:
+    allocator = DatasetAllocator(file)
+    kept, offset = allocator.create_unlinked((3,), np.dtype("<u2"), "bfloat16", 5)
+    lost, _ = allocator.create_unlinked((2,), np.dtype("u1"), "uint8", 6)
+    assert list(file) == []
+    allocator.link(kept, allocator.create_group("/a/b"), "data")
+    del kept, lost
+    file.flush()
+    dataset = file["a/b/data"]
+    assert (dataset.shape, dataset.dtype, dataset.id.get_offset()) == ((3,), np.dtype("<u2"), offset)
+    assert dict(dataset.attrs) == {"format": "bfloat16", "record": 5}

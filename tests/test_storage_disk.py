@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import signal
 from pathlib import Path
 
 import h5py
@@ -61,14 +63,38 @@ def test_a_healthy_disk_holds_the_same_file_as_a_path(tmp_path: Path) -> None:
         assert file["a/b"][()].tolist() == list(range(1000))
 
 
-def test_payload_errors_are_raised_and_remembered(tmp_path: Path, monkeypatch) -> None:
+def test_payload_errors_are_raised_and_remembered(tmp_path: Path) -> None:
     target = disk.ForgivingFile(tmp_path / "x")
-    monkeypatch.setattr(os, "pwrite", refusing_beyond(3))
-    target.write_payload(memoryview(b"abc"), 0)
+    target.write_payload([(0, memoryview(b"abc"))])
     assert target.error is None
-    with pytest.raises(OSError, match="No space"):
-        target.write_payload(memoryview(b"d"), 3)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            target.write_payload([(3, memoryview(b"d"))])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
     assert target.error is not None
+
+
+def test_payload_goes_to_its_places_neighbours_in_one_call(tmp_path: Path, monkeypatch) -> None:
+    calls = []
+    pwritev = os.pwritev
+
+    def watched(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        calls.append((offset, len(buffers)))
+        return pwritev(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwritev", watched)
+    target = disk.ForgivingFile(tmp_path / "x")
+    many = [(10_000 + number, memoryview(bytes([number % 251]))) for number in range(1500)]
+    target.write_payload([(8, memoryview(b"ij")), (0, memoryview(b"abcd")), (4, memoryview(b"efgh")), *many])
+    assert calls == [(0, 3), (10_000, 1024), (11_024, 476)]
+    stored = (tmp_path / "x").read_bytes()
+    assert stored[:10] == b"abcdefghij"
+    assert stored[10_000:] == bytes(number % 251 for number in range(1500))
 
 
 def test_a_refused_truncation_is_remembered(tmp_path: Path, monkeypatch) -> None:

@@ -139,6 +139,29 @@ def test_a_record_that_contradicts_itself_spoils_nothing_else(tmp_path: Path, co
         assert "bad" not in opened
 
 
+def test_a_record_in_parts_appears_when_it_is_whole(tmp_path: Path) -> None:
+    sample = Sample(KEY, {"data": (np.arange(100, dtype="u1"), "uint8"), "scale": (np.ones(2, "<f4"), "float32")})
+    codes, scale = sample.buffers()
+    file = TensorsFile.create(tmp_path / "t.h5", identity())
+    for record, path in ((4, "/whole"), (5, "/half")):
+        assert not file.put_parts(record, path, sample.layout(0), [(0, 60, codes[60:])])
+        assert not file.put_parts(record, path, sample.layout(0), [(1, 0, scale), (0, 0, codes[:30])])
+    assert file.put_parts(4, "/whole", sample.layout(0), [(0, 30, codes[30:60])])
+    file.write_out()
+    file.flush()
+    partial = tmp_path / ".t.h5.partial"
+    with h5py.File(partial, "r", locking=False) as opened:  # as a salvager sees it
+        assert list(opened) == ["whole"]
+    file.commit()
+    with h5py.File(tmp_path / "t.h5") as opened:
+        assert "half" not in opened
+        assert opened["whole/data"][()].tolist() == list(range(100))
+        assert opened["whole/scale"][()].tolist() == [1.0, 1.0]
+        rows = opened["components"][()]
+        assert rows["record"].tolist() == [4, 4]
+        assert rows["crc32"].tolist() == [zlib.crc32(codes), zlib.crc32(scale)]
+
+
 def test_buffers_may_be_asked_for(tmp_path: Path) -> None:
     sample = Sample(KEY, {"data": (np.arange(3, dtype="u1"), "uint8"), "scale": (np.ones((), "<f4"), "float32")})
     file = TensorsFile.create(tmp_path / "t.h5", identity())

@@ -67,7 +67,7 @@ def test_free_answers_return_staging_memory(client):
 
 def test_payload_of_an_unknown_incident_is_freed(client):
     offset = client.allocate(1 << 20)
-    assert client.send(*messages.payload(99, 0, [(0, offset, 1 << 20)], last=True))
+    assert client.send(*messages.payload(99, 0, [(0, 0, offset, 1 << 20)], last=True))
     message, _ = wait_for(client, "free")
     assert message.header == {"incident": 99, "tick": 0, "offsets": [offset]}
     assert client.allocate(1 << 20) == offset

@@ -93,6 +93,24 @@ def test_history_extra_and_blind_are_stored(tmp_path, writer):
         assert all("never reached" not in reason for reason in reasons)
 
 
+def test_pieces_in_any_order_make_whole_records(tmp_path, writer, layouts):
+    writer.send(*messages.open_incident(1, make_firing(100)))
+    send_iteration(writer, 1, 0, NUM_RECORDS)
+    writer.send(*messages.facts_end(1))
+    data = area(0, NUM_RECORDS)
+    writer.staging[: len(data)] = data
+    for start, stop in [(600, 700), (0, 300), (1024, len(data)), (700, 1024), (300, 600)]:
+        writer.send(*messages.payload(1, 0, [(0, start, start, stop - start)], last=stop == 600))
+    writer.send(*messages.end(1))
+    assert writer.last("incident_done")["num_written"] == NUM_RECORDS
+    with only_incident(tmp_path) as incident:
+        for number, record in enumerate(incident.records()):
+            at = number * 512
+            assert record.raw("high_precision").tobytes() == data[at : at + 256]
+            assert record.raw("data").tobytes() == data[at + 256 : at + 384]
+            assert record.raw("scale").tobytes() == data[at + 384 : at + 388]
+
+
 def test_missing_records_are_named(tmp_path, writer, layouts):
     """One tick without any payload, one of which only a part arrived."""
     writer.send(*messages.layouts(make_layouts(NUM_RECORDS + 2, segment=1)[NUM_RECORDS:]))
@@ -121,8 +139,8 @@ def test_what_does_not_belong_is_told_not_lost(tmp_path, writer, layouts):
         *messages.iteration(1, 0, attempt=0, iteration=100, num_microbatches=2, layout_ids=ids, statistics=rows)
     )
     writer.send(*messages.facts_end(1))
-    writer.send(*messages.payload(1, 0, [(0, 0, 700), (9, 0, 4096)], last=True))
-    writer.send(*messages.payload(1, 55, [(0, 4096, 100)], last=True))
+    writer.send(*messages.payload(1, 0, [(0, 0, 0, 700), (9, 0, 0, 4096)], last=True))
+    writer.send(*messages.payload(1, 55, [(0, 0, 4096, 100)], last=True))
     send_iteration(writer, 1, 1, NUM_RECORDS)
     writer.send(*messages.end(1))
     assert [a.header["offsets"] for a in writer.answers if a.kind == "free"] == [[0, 0], [4096]]

@@ -5,7 +5,7 @@ from writer_support import make_layouts, statistics
 
 from flightrec.records import NUM_STATISTICS
 from flightrec.storage.facts import Blind
-from flightrec.writer.iteration import NOT_STAGED, Iteration, component_buffers
+from flightrec.writer.iteration import NOT_STAGED, Iteration, component_buffers, component_parts
 
 HEADER = {
     "attempt": 2,
@@ -68,3 +68,25 @@ def test_component_buffers_lie_inside_the_area():
     assert [bytes(buffer) for buffer in buffers] == [data[512:768], data[768:896], data[896:900]]
     assert component_buffers(layout, memoryview(data)[:900]) is not None
     assert component_buffers(layout, memoryview(data)[:899]) is None
+
+
+def test_records_that_touch_a_range_and_their_parts(iteration):
+    iteration.freeze(0)
+    assert list(iteration.touching(0, 0, 512)) == [0]
+    assert list(iteration.touching(0, 511, 513)) == [0, 1]
+    assert list(iteration.touching(0, 700, 1600)) == [1, 2, 3]
+    assert list(iteration.touching(3, 0, 512)) == []
+    layout = make_layouts(2)[1]  # at 512: 256 bytes, 128, 4
+    data = bytes(range(256)) * 4
+    parts = [
+        part
+        for start, stop in [(0, 600), (600, 800), (800, 1024)]
+        for part in component_parts(layout, memoryview(data)[start:stop], start)
+    ]
+    assert [(number, start, view.nbytes) for number, start, view in parts] == [
+        (0, 0, 88), (0, 88, 168), (1, 0, 32), (1, 32, 96), (2, 0, 4),
+    ]  # fmt: skip
+    assert b"".join(view for _, _, view in parts) == data[512:900]
+    whole = component_buffers(layout, memoryview(data)[500:900], 500)
+    assert b"".join(whole) == data[512:900]
+    assert component_buffers(layout, memoryview(data)[513:900], 513) is None

@@ -116,7 +116,7 @@ def send_payload(client: WriterClient, incident: int, tick: int, num_records: in
     offset = client.allocate(len(data))
     assert offset is not None
     client.staging[offset : offset + len(data)] = data
-    assert client.send(*messages.payload(incident, tick, [(0, offset, len(data))], last=True))
+    assert client.send(*messages.payload(incident, tick, [(0, 0, offset, len(data))], last=True))
     return offset
 
 

@@ -98,7 +98,8 @@ class IncidentConfig(ConfigModel):
     )
     staging_memory: OptionalSize = Field(
         default=None,
-        description="Shared host memory through which tensors go to the writer. null: chosen by the recorder.",
+        description="Shared host memory through which tensors go to the writer, in pieces, so that any ring fits; what "
+        "it holds is copied off the device at once. null: chosen by the recorder.",
     )
 
 

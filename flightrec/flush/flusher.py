@@ -1,8 +1,8 @@
 """Incidents from the first firing to the last byte handed to the writer.
 
 Training thread only. ``on_verdict`` decides (new incident, one more firing for an open one, suppressed), ``pump`` moves
-one slot at a time into staging memory and messages into the writer's inbox; neither waits. ``drain`` does wait, for an
-exception or the end of the run. Holds no reference to the user's tensors.
+held slots into staging memory, the most suspect records first, and messages into the writer's inbox; neither waits.
+``drain`` does wait, for an exception or the end of the run. Holds no reference to the user's tensors.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from flightrec.flush.history import ScalarHistory, TickInfo, TickLog
 from flightrec.flush.outbox import Outbox
-from flightrec.flush.staging import Segment, SlotCopy, pin, staging_tensor, unpin
+from flightrec.flush.staging import Piece, Range, SlotCopy, piece_bytes_for, pin, staging_tensor, unpin
 from flightrec.flush.verdicts import VerdictView
 from flightrec.records import NUM_STATISTICS, Firing, RecordLayout, Severity
 from flightrec.ring.ring import Ring
@@ -34,7 +35,13 @@ MAX_EXTENSIONS = 2
 """How often a graver firing may lengthen an open incident, so that it has its own iterations beyond."""
 
 CPU_BYTES_PER_STEP = 256 << 20
-"""On the CPU a copy takes the training thread's time; further slots wait for the next step beyond this."""
+"""On the CPU a copy takes the training thread's time; beyond this the rest waits for the next step."""
+
+UNPINNED_BYTES_PER_STEP = 16 << 20
+"""On CUDA a copy to memory that could not be pinned makes the host wait: a few milliseconds of each step at most."""
+
+REPLACED_PINNED_BYTES = 512 << 20
+"""Pinned of a new writer's staging memory, in the middle of a run: a seventh of a second."""
 
 NOT_IN_TURN = "*"
 """Stands in ``/blind`` for the layers whose turn an iteration was not."""
@@ -54,9 +61,18 @@ class _Incident:
     to_stage: list[int] = field(default_factory=list)
     """Ticks whose slots are held and not yet copied, most suspect first."""
     firings: list[Firing] = field(default_factory=list)
+    suspect: list[Range] = field(default_factory=list)
+    """Where the records that fired lie in a slot; they are copied first."""
     facts_ended: bool = False
     extensions: int = 0
     blind: list[messages.Blind] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Job:
+    incident: _Incident
+    tick: int
+    copy: SlotCopy
 
 
 class Flusher:
@@ -96,13 +112,13 @@ class Flusher:
         self._slot_of: dict[int, int] = {}
         self._held: set[int] = set()
         self._precursors: deque[Firing] = deque(maxlen=MAX_PRECURSORS)
-        self._copy: tuple[_Incident, int, SlotCopy] | None = None
+        self._jobs: list[_Job] = []
+        """Slots being copied, in the order in which they began."""
         self._stream = torch.cuda.Stream(ring.device) if ring.device.type == "cuda" else None
         self._staging = staging_tensor(outbox.client)
         self._held_bytes = 0
         self._pinned = False
         self._notes: dict[tuple[str, str], str] = {}
-        self._num_bytes_copied = 0
         self.done: list[dict[str, Any]] = []
         """Headers of the writer's ``incident_done`` messages, the latest 100."""
 
@@ -113,11 +129,17 @@ class Flusher:
         self._notes.setdefault((layer, tensor), reason)
 
     def prepare(self, held_bytes: int) -> None:
-        """Pin staging memory for ``held_bytes``, once, when the size of the ring is known. Waits on CUDA."""
+        """Pin staging memory for ``held_bytes``, once, in the step that allocates the ring. Waits on CUDA.
+
+        Not later: page-locking takes a good part of a second a GiB and holds the driver's locks.
+        """
         self._held_bytes = held_bytes
-        if self._stream is None or self._pinned:
+        self._pin(held_bytes)
+
+    def _pin(self, num_bytes: int) -> None:
+        if self._stream is None or self._pinned or torch.cuda.is_current_stream_capturing():
             return
-        num_bytes = pin(self._staging, held_bytes)
+        num_bytes = pin(self._staging, num_bytes)
         if num_bytes:
             self._staging = self._staging[:num_bytes]
             self._pinned = True
@@ -157,12 +179,9 @@ class Flusher:
         if self._outbox.replace_dead_writer():
             self._tell_anew()
         elif self._outbox.dead:
+            self._abandon_copies()
             self._incidents.clear()
-        self._num_bytes_copied = 0
-        while self._advance_copy():
-            moved = True
-            if self._copy is not None or self._num_bytes_copied > CPU_BYTES_PER_STEP:
-                break
+        moved = self._advance_copies() or moved
         for incident in [i for i in self._incidents if i.facts_ended and not i.to_stage and not self._copying(i)]:
             self._post(messages.end(incident.number, incident.blind))
             self._incidents.remove(incident)
@@ -173,8 +192,7 @@ class Flusher:
         """(slot, tick) pairs that are held on the device and that no incident needs any more."""
         needed = {tick for incident in self._incidents for tick in incident.to_stage}
         needed |= {tick for tick in self._held if self._may_be_needed(tick)}
-        if self._copy is not None:
-            needed.add(self._copy[1])
+        needed |= {job.tick for job in self._jobs}
         free = [(self._slot_of[tick], tick) for tick in self._held if tick not in needed]
         self._held &= needed
         return free
@@ -198,7 +216,7 @@ class Flusher:
     def close(self, timeout_s: float) -> bool:
         """Hand over what is pending, stop the writer, unpin. Returns whether all of it was written."""
         drained = self.drain(timeout_s)
-        self._abandon_copy()
+        self._abandon_copies()
         finished = self._outbox.client.close(timeout_s)
         self._receive()
         self._unpin()
@@ -242,6 +260,7 @@ class Flusher:
             incident.primary = worst
             incident.end_tick = max(incident.end_tick, info.tick + self._after)
             incident.extensions += 1
+            incident.suspect = [*self._suspects(info.tick, firings), *incident.suspect]
             self._count(worst, info.tick)
             logger.error("flightrec: %s", worst.message)
         incident.firings += firings
@@ -258,6 +277,7 @@ class Flusher:
         log = logger.error if primary.severity is Severity.FAULT else logger.warning
         log("flightrec: %s - an incident is being written", primary.message)
         self.post_tables()
+        incident.suspect = self._suspects(info.tick, firings)
         firings = [*self._precursors, *firings]
         self._precursors.clear()
         incident.firings = firings
@@ -294,10 +314,10 @@ class Flusher:
 
     def _tell_anew(self) -> None:
         """A new writer knows nothing: tell it the open incidents, and copy what the ring still holds of them."""
-        self._abandon_copy()
+        self._abandon_copies()
         self._unpin()
         self._staging = staging_tensor(self._outbox.client)
-        self.prepare(self._held_bytes)
+        self._pin(min(self._held_bytes, REPLACED_PINNED_BYTES))
         for incident in self._incidents:
             ticks, incident.ticks, incident.to_stage, incident.blind = incident.ticks, [], [], []
             history = self._history.columns()
@@ -351,6 +371,9 @@ class Flusher:
 
     def _forget(self, number: object) -> None:
         self._incidents = [incident for incident in self._incidents if incident.number != number]
+        for job in self._jobs:
+            if job.incident.number == number:
+                job.copy.cancel()
 
     # -- copies ------------------------------------------------------------------------------------------------------
 
@@ -359,50 +382,91 @@ class Flusher:
         self._held = {tick for tick, slot in self._slot_of.items() if held[slot]}
 
     def _copying(self, incident: _Incident) -> bool:
-        return self._copy is not None and self._copy[0] is incident
+        return any(job.incident is incident for job in self._jobs)
 
-    def _advance_copy(self) -> bool:
-        if self._copy is None and not self._begin_copy():
+    def _advance_copies(self) -> bool:
+        """Take what has arrived, then queue copies for all the room that there is; waits for nothing on CUDA."""
+        if not self._jobs and not any(incident.to_stage for incident in self._incidents):
             return False
-        assert self._copy is not None
-        incident, tick, copy = self._copy
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():
+            return False  # asking for an event now would end the capture
+        moved = self._collect()
+        room = self._max_bytes_a_step
+        while room > 0 and (job := self._next_job()) is not None:
+            num_bytes = job.copy.start(room)
+            room -= num_bytes
+            moved = moved or num_bytes > 0
+            if job.copy.waiting:  # no room now
+                break
+        return self._collect() or moved
 
-        def send(segments: list[Segment], last: bool) -> None:
-            self._num_bytes_copied += sum(num_bytes for _, _, num_bytes in segments)
-            self._post(messages.payload(incident.number, tick, segments, last=last))
+    @property
+    def _max_bytes_a_step(self) -> int:
+        if self._stream is None:
+            return CPU_BYTES_PER_STEP
+        return self._staging.numel() if self._pinned else UNPINNED_BYTES_PER_STEP
 
-        moved = copy.advance(send)
-        if copy.copied:
-            self._copy = None
-            moved = True
+    def _collect(self) -> bool:
+        moved = False
+        for job in list(self._jobs):
+            moved = job.copy.collect(partial(self._send, job)) or moved
+            if job.copy.copied:
+                self._jobs.remove(job)
+                moved = True
         return moved
 
-    def _begin_copy(self) -> bool:
-        waiting = [incident for incident in self._incidents if incident.to_stage]
-        if not waiting:
-            return False
-        # A later fault goes before a warning that is still being staged.
-        incident = max(waiting, key=lambda i: (i.primary.severity.order, -i.number))
-        tick = incident.to_stage.pop(0)
-        pieces = self._ring.read_slot(self._slot_of[tick]) if tick in self._slot_of else iter(())
-        copy = SlotCopy(self._outbox.client, self._staging, pieces, self._stream)
-        self._copy = (incident, tick, copy)
-        info = self._log.get(tick)
-        if copy.dropped and info is not None:
-            reason = f"{len(copy.dropped)} segments of the ring are larger than incident.staging_memory"
-            incident.blind.append((info.attempt, info.iteration, "", "", reason))
-            logger.error("flightrec: iteration %d is not written whole: %s", info.iteration, reason)
-        return True
+    def _send(self, job: _Job, pieces: list[Piece], last: bool) -> None:
+        self._post(messages.payload(job.incident.number, job.tick, pieces, last=last))
 
-    def _abandon_copy(self) -> None:
-        if self._copy is not None:
-            self._copy[2].abandon()
-            self._copy = None
+    def _next_job(self) -> _Job | None:
+        """The slot to go on with: a later fault goes before a warning that is still being staged."""
+        begun = [job for job in self._jobs if job.copy.waiting]
+        most_urgent = max((incident for incident in self._incidents if incident.to_stage), key=_urgency, default=None)
+        job = max(begun, key=lambda job: _urgency(job.incident), default=None)
+        if most_urgent is not None and (job is None or _urgency(most_urgent) > _urgency(job.incident)):
+            job = self._begin_copy(most_urgent)
+        return job
+
+    def _begin_copy(self, incident: _Incident) -> _Job:
+        tick = incident.to_stage.pop(0)
+        areas = self._ring.read_slot(self._slot_of[tick]) if tick in self._slot_of else iter(())
+        piece_bytes = piece_bytes_for(self._staging)
+        if self._stream is not None and not self._pinned:
+            piece_bytes = min(piece_bytes, UNPINNED_BYTES_PER_STEP)
+        copy = SlotCopy(
+            self._outbox.client, self._staging, areas, self._stream, first=incident.suspect, piece_bytes=piece_bytes
+        )
+        job = _Job(incident, tick, copy)
+        self._jobs.append(job)
+        return job
+
+    def _suspects(self, tick: int, firings: Sequence[Firing]) -> list[Range]:
+        """Where the records of these firings lie: in the same place in every slot."""
+        found: list[Range] = []
+        layout_ids = self._ring.index(tick).layout_ids
+        for firing in firings:
+            if firing.key is None or not 0 <= firing.sequence < len(layout_ids):
+                continue
+            layout = self._ring.layouts[layout_ids[firing.sequence]]
+            if layout.components:
+                last = layout.components[-1]
+                stop = layout.offset_bytes + last.offset_bytes + last.num_bytes
+                found.append((layout.segment, layout.offset_bytes, stop))
+        return found
+
+    def _abandon_copies(self) -> None:
+        for job in self._jobs:
+            job.copy.abandon()
+        self._jobs.clear()
 
     def _unpin(self) -> None:
         if self._pinned:
             unpin(self._staging)
             self._pinned = False
+
+
+def _urgency(incident: _Incident) -> tuple[int, int]:
+    return incident.primary.severity.order, -incident.number
 
 
 def rows_of(view: VerdictView | None, layouts: Sequence[RecordLayout], ids: NDArray[np.int32]) -> NDArray[np.float64]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from flightrec.errors import WriterError
@@ -25,6 +26,22 @@ def write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:
         offset += written
 
 
+def write_vector(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """Write buffers one behind the other at a file offset, at most 1 024; ``OSError`` when the disk refuses.
+
+    Returns:
+        Bytes written: all.
+    """
+    expected = sum(buffer.nbytes for buffer in buffers)
+    written = os.pwritev(descriptor, buffers, offset)
+    at = 0
+    for buffer in buffers if written < expected else ():  # a long call may end early: what is missing, one by one
+        done = min(max(written - at, 0), buffer.nbytes)
+        write_all(descriptor, buffer[done:], offset + at + done)
+        at += buffer.nbytes
+    return expected
+
+
 def publish(partial: Path, final: Path) -> None:
     """Flush a finished temporary file to the disk and give it its final name, never replacing another file.
 
@@ -32,7 +49,7 @@ def publish(partial: Path, final: Path) -> None:
         WriterError: the final name is taken; the temporary file stays.
         OSError: the disk refuses.
     """
-    _synchronize(partial)
+    synchronize(partial)
     try:
         os.link(partial, final)
     except FileExistsError:
@@ -45,7 +62,7 @@ def publish(partial: Path, final: Path) -> None:
         partial.rename(final)  # no hard links here; the incident's folder is ours alone, nobody races for the name
     else:
         partial.unlink()
-    _synchronize(final.parent)
+    synchronize(final.parent)
 
 
 def discard(partial: Path) -> None:
@@ -62,7 +79,8 @@ def _taken(partial: Path, final: Path) -> WriterError:
     )
 
 
-def _synchronize(path: Path) -> None:
+def synchronize(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk; waits."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -51,13 +51,43 @@ class DatasetAllocator:
             form: value of the attribute ``format``.
             record: value of the attribute ``record``.
         """
+        return _offset(self._create(group, name.encode(), shape, dtype, form, record))
+
+    def create_unlinked(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], form: str, record: int
+    ) -> tuple[h5py.h5d.DatasetID, int]:
+        """As ``create``, but a reader does not see the dataset before ``link``; it goes if that never comes.
+
+        Returns:
+            the dataset, to be kept until then, and its offset.
+        """
+        dataset = self._create(self._file.id, None, shape, dtype, form, record)
+        return dataset, _offset(dataset)
+
+    def link(self, dataset: h5py.h5d.DatasetID, group: h5py.h5g.GroupID, name: str) -> None:
+        """Give an unlinked dataset its name."""
+        h5py.h5o.link(dataset, group, name.encode(), lcpl=self._links)
+
+    def _create(
+        self,
+        group: h5py.h5g.GroupID,
+        name: bytes | None,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        form: str,
+        record: int,
+    ) -> h5py.h5d.DatasetID:
         if dtype not in self._types:
             self._types[dtype] = h5py.h5t.py_create(dtype, logical=True)
         if form not in self._formats:
             self._formats[form] = np.array(form, dtype=object)
         space = h5py.h5s.create_simple(shape) if shape else self._scalar
-        dataset = h5py.h5d.create(group, name.encode(), self._types[dtype], space, dcpl=self._creation)
+        dataset = h5py.h5d.create(group, name, self._types[dtype], space, dcpl=self._creation)
         h5py.h5a.create(dataset, b"format", self._text, self._scalar).write(self._formats[form])
         h5py.h5a.create(dataset, b"record", self._number, self._scalar).write(np.array(record, dtype="<i8"))
-        offset = dataset.get_offset()
-        return -1 if offset is None else int(offset)
+        return dataset
+
+
+def _offset(dataset: h5py.h5d.DatasetID) -> int:
+    offset = dataset.get_offset()
+    return -1 if offset is None else int(offset)

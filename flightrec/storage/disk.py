@@ -7,10 +7,19 @@ on, and the error is told to who asks for it. One thread at a time.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
 from flightrec.storage import commit
+
+PAGE_BYTES = 4096
+KEPT_PAGES_BYTES = 512 << 20
+"""Bytes behind the last write that stay in the page cache; the kernel has had the time to write what is older."""
+
+_MAX_BUFFERS = 1024  # of one system call
 
 
 class ForgivingFile:
@@ -25,15 +34,31 @@ class ForgivingFile:
         self._position = 0
         self._size = 0
         self._refused: list[tuple[int, bytes]] = []
+        self._cached: deque[tuple[int, int]] = deque()
+        self._cached_bytes = 0
         self.error: OSError | None = None
 
-    def write_payload(self, data: memoryview, offset: int) -> None:
-        """Write bytes that are not HDF5's own at an offset; raises ``OSError`` and remembers it."""
+    def write_payload(self, parts: Iterable[tuple[int, memoryview]]) -> None:
+        """Write (offset, bytes) that are not HDF5's own, neighbours in one call; raises ``OSError``, remembers it."""
         try:
-            commit.write_all(self._descriptor, data, offset)
+            for offset, buffers in _runs(parts):
+                self._let_go(offset, commit.write_vector(self._descriptor, buffers, offset))
         except OSError as error:
             self.error = self.error or error
             raise
+
+    def _let_go(self, offset: int, num_bytes: int) -> None:
+        """Have the kernel begin to write these bytes, and drop older ones from its cache: training needs the memory."""
+        if num_bytes < PAGE_BYTES or not hasattr(os, "posix_fadvise"):
+            return
+        self._cached.append((offset, num_bytes))
+        self._cached_bytes += num_bytes
+        with contextlib.suppress(OSError):  # advice only
+            os.posix_fadvise(self._descriptor, offset, num_bytes, os.POSIX_FADV_DONTNEED)
+            while self._cached_bytes > KEPT_PAGES_BYTES:
+                start, length = self._cached.popleft()
+                self._cached_bytes -= length
+                os.posix_fadvise(self._descriptor, start, length, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close the descriptor; HDF5 must be done."""
@@ -92,3 +117,17 @@ class ForgivingFile:
 
     def flush(self) -> None:
         """Do nothing: every write went to the operating system."""
+
+
+def _runs(parts: Iterable[tuple[int, memoryview]]) -> Iterable[tuple[int, list[memoryview]]]:
+    """Parts that follow each other in the file, together."""
+    start, end, buffers = 0, -1, list[memoryview]()
+    for offset, view in sorted(parts, key=lambda part: part[0]):
+        if offset != end or len(buffers) == _MAX_BUFFERS:
+            if buffers:
+                yield start, buffers
+            start, buffers = offset, []
+        buffers.append(view)
+        end = offset + view.nbytes
+    if buffers:
+        yield start, buffers

@@ -14,9 +14,9 @@ import h5py
 import numpy as np
 import numpy.typing as npt
 
-from flightrec.errors import IncidentError
+from flightrec.errors import FlightrecError, IncidentError, MissingExtraError
 from flightrec.records import Firing, Key, Phase, Severity, Stage
-from flightrec.storage import commit, files, names, schema, text
+from flightrec.storage import commit, files, filters, names, schema, text
 from flightrec.storage.facts import Blind
 from flightrec.storage.series import History
 
@@ -238,7 +238,7 @@ class Rank:
             return f"there is no tensors file {name}: it could not be written, or was not moved along"
         try:
             self._tensors_file()
-        except IncidentError as error:
+        except (IncidentError, MissingExtraError) as error:
             return str(error)
         return ""
 
@@ -331,7 +331,8 @@ class Rank:
             file = files.open_file(self.tensors_path, [schema.TENSORS], salvaged=self.salvaged)
             try:
                 files.check_identity(self.tensors_path, file, self.incident_id, self.rank)
-            except IncidentError:
+                filters.need(self.tensors_path, file)
+            except FlightrecError:
                 file.close()
                 raise
             self._tensors = file

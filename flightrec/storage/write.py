@@ -9,8 +9,8 @@ raises ``WriterError`` and leaves nothing under the final name.
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from flightrec.storage import commit, schema, tables, text
 from flightrec.storage.contiguous import DatasetAllocator
 from flightrec.storage.disk import ForgivingFile
 from flightrec.storage.facts import Blind, Identity, IncidentFacts, IterationFacts, RankFiles
+from flightrec.storage.payload import Array, Checksums, PendingRecord, Queued
 
 __all__ = [
     "Blind",
@@ -91,6 +92,11 @@ class TensorsFile:
         self._allocator = DatasetAllocator(file)
         self._names = text.TextTable()
         self._components: list[tuple[int, int, int, int, int]] = []
+        self._queue: list[Queued] = []
+        self._complete: list[PendingRecord] = []
+        """Their last bytes are queued."""
+        self._incomplete: dict[int, PendingRecord] = {}
+        """By record; their datasets have no links, so that nobody takes a part for the whole."""
         self._num_bytes = 0
         self._unflushed_bytes = 0
         self._unflushed_records = 0
@@ -141,29 +147,124 @@ class TensorsFile:
                 record was written and the file can be used on.
             WriterError: the disk refuses; call ``abort`` (or ``commit`` for what is there).
         """
-        arrays = []
-        for position, component in enumerate(layout.components):
-            view = _as_bytes(buffers(component) if callable(buffers) else buffers[position])
-            arrays.append((component, view, *_stored_as(f"{group_path}/{component.name}", component, view.nbytes)))
-        self._open_file()
+        self.put(record_index, group_path, layout, buffers)
+        self.write_out()
+
+    def put(self, record_index: int, group_path: str, layout: RecordLayout, buffers: Buffers) -> None:
+        """As ``add``, but the bytes are only read, and written, by the next ``write_out``."""
+        views = [
+            _as_bytes(buffers(component) if callable(buffers) else buffers[position])
+            for position, component in enumerate(layout.components)
+        ]
+        record = self._lay_out(record_index, group_path, layout, [view.nbytes for view in views], linked=True)
+        for array, view in zip(record.arrays, views, strict=True):
+            self._enqueue(record, array, 0, view)
+        self._complete.append(record)
+
+    def put_parts(
+        self, record_index: int, group_path: str, layout: RecordLayout, parts: Iterable[tuple[int, int, memoryview]]
+    ) -> bool:
+        """Queue parts of a record that comes in several calls, in any order; no reader sees it before it is whole.
+
+        Args:
+            record_index: as in ``add``, and so on.
+            group_path: as in ``add``.
+            layout: as in ``add``.
+            parts: (number of the component, offset in it, bytes), read by the next ``write_out``.
+
+        Returns:
+            Whether all of the record is queued now.
+
+        Raises:
+            FormatError: shape and format disagree; nothing of the record was written.
+            WriterError: the disk refuses.
+        """
+        record = self._incomplete.get(record_index)
+        if record is None:
+            sizes = [component.num_bytes for component in layout.components]
+            record = self._lay_out(record_index, group_path, layout, sizes, linked=False)
+            self._incomplete[record_index] = record
+        for number, start, view in parts:
+            if view.nbytes and start not in record.arrays[number].parts:
+                self._enqueue(record, record.arrays[number], start, view)
+        if record.missing_bytes > 0:
+            return False
+        self._complete.append(self._incomplete.pop(record_index))
+        return True
+
+    def write_out(self) -> None:
+        """Write what is queued: neighbours in one call, checksums beside it; the buffers are free afterwards.
+
+        Raises:
+            FormatError: the group of a record that came in parts exists; the others are written.
+            WriterError: the disk refuses; call ``abort`` (or ``commit`` for what is there).
+        """
+        queue, self._queue = self._queue, []
+        checksums = Checksums([queued.view for queued in queue])
         try:
-            group = self._allocator.create_group(group_path)
-            for component, view, dtype, shape in arrays:
-                offset = self._allocator.create(group, component.name, shape, dtype, component.format, record_index)
-                if view.nbytes:
-                    self._disk.write_payload(view, offset)
-                row = (record_index, self._names.add(component.name), offset, view.nbytes, zlib.crc32(view))
-                self._components.append(row)
-                self._num_bytes += view.nbytes
-                self._unflushed_bytes += view.nbytes
+            self._disk.write_payload((queued.array.offset + queued.start, queued.view) for queued in queue)
+        except OSError as error:
+            raise _refused(self.path, error) from error
+        finally:
+            found = checksums.results()
+        for queued, crc in zip(queue, found, strict=True):
+            queued.array.parts[queued.start] = (queued.view.nbytes, crc)
+        complete, self._complete = self._complete, []
+        for record in complete:
+            self._end_record(record)
+        self._check_disk()
+        if self._unflushed_records >= _FLUSH_RECORDS or self._unflushed_bytes >= _FLUSH_BYTES:
+            self.flush()
+
+    def _lay_out(
+        self, record_index: int, group_path: str, layout: RecordLayout, sizes: Sequence[int], *, linked: bool
+    ) -> PendingRecord:
+        """Give a record's arrays their places in the file."""
+        stored = [
+            _stored_as(f"{group_path}/{component.name}", component, num_bytes)
+            for component, num_bytes in zip(layout.components, sizes, strict=True)
+        ]
+        self._open_file()
+        arrays = []
+        with self._naming(group_path):
+            group = self._allocator.create_group(group_path) if linked else None
+            for component, (dtype, shape) in zip(layout.components, stored, strict=True):
+                dataset, form = None, component.format
+                if group is not None:
+                    offset = self._allocator.create(group, component.name, shape, dtype, form, record_index)
+                else:
+                    dataset, offset = self._allocator.create_unlinked(shape, dtype, form, record_index)
+                arrays.append(Array(component.name, component.num_bytes, offset, dataset))
+        return PendingRecord(record_index, group_path, arrays, sum(sizes))
+
+    def _enqueue(self, record: PendingRecord, array: Array, start: int, view: memoryview) -> None:
+        if view.nbytes:
+            array.parts[start] = (view.nbytes, 0)
+            self._queue.append(Queued(array, start, view))
+        record.missing_bytes -= view.nbytes
+        self._num_bytes += view.nbytes
+        self._unflushed_bytes += view.nbytes
+
+    def _end_record(self, record: PendingRecord) -> None:
+        """Its bytes are written: give it its links, and its rows of ``/components``."""
+        if any(array.dataset is not None for array in record.arrays):
+            with self._naming(record.group_path):
+                group = self._allocator.create_group(record.group_path)
+                for array in record.arrays:
+                    self._allocator.link(array.dataset, group, array.name)
+        for array in record.arrays:
+            name = self._names.add(array.name)
+            self._components.append((record.index, name, array.offset, array.num_bytes, array.crc32()))
+        self._unflushed_records += 1
+
+    @contextmanager
+    def _naming(self, group_path: str) -> Iterator[None]:
+        try:
+            yield
         except ValueError as error:  # h5py's word for a link that exists
             raise FormatError(f"{self.path}: {group_path} cannot be made, is it written already? {error}") from error
         except (OSError, RuntimeError) as error:
             raise _refused(self.path, error) from error
-        self._check_disk()
-        self._unflushed_records += 1
-        if self._unflushed_records >= _FLUSH_RECORDS or self._unflushed_bytes >= _FLUSH_BYTES:
-            self.flush()
 
     def flush(self) -> None:
         """Make what was added readable even if this process dies (not the machine: no fsync).
@@ -189,6 +290,7 @@ class TensorsFile:
             WriterError: the disk refuses or the name is taken; nothing is left under the final name.
         """
         file = self._open_file()
+        self._incomplete.clear()  # an open dataset would keep the file open
         try:
             file.create_dataset("components", data=np.array(self._components, dtype=schema.COMPONENT))
             file.create_dataset("firings", data=tables.firing_rows(late_firings, self._names, {}))
@@ -215,6 +317,7 @@ class TensorsFile:
             commit.discard(commit.partial_path(self.path))
 
     def _close(self) -> None:
+        self._incomplete.clear()
         if self._file is not None:
             self._file.close()
         self._file = None

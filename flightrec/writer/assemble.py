@@ -155,7 +155,7 @@ class Assembler:
 
     def _payload(self, message: Message) -> None:
         header = message.header
-        payload = Payload(header["tick"], [(s, o, n) for s, o, n in header["segments"]], header["last"])
+        payload = Payload(header["tick"], [(s, a, o, n) for s, a, o, n in header["pieces"]], header["last"])
         incident = self._incidents.get(header["incident"])
         if incident is not None and not incident.facts_committed:
             incident.waiting.append(payload)
@@ -214,7 +214,7 @@ class Assembler:
 
     def _free(self, number: int, *payloads: Payload) -> None:
         for payload in payloads:
-            offsets = [offset for _, offset, _ in payload.segments]
+            offsets = [offset for _, _, offset, _ in payload.pieces]
             self._tell("free", {"incident": number, "tick": payload.tick, "offsets": offsets})
 
     def _failed(self, message: Message, error: Exception) -> None:

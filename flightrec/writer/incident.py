@@ -20,7 +20,7 @@ from flightrec.storage.facts import Blind, HistoryPiece, Identity, IncidentFacts
 from flightrec.storage.write import TensorsFile, write_facts, write_index
 from flightrec.writer import folders, messages
 from flightrec.writer.history import HistoryMemory
-from flightrec.writer.iteration import Iteration, component_buffers
+from flightrec.writer.iteration import Iteration, component_buffers, component_parts
 from flightrec.writer.shared import Message
 from flightrec.writer.surroundings import Surroundings
 
@@ -29,10 +29,10 @@ NEVER_ARRIVED = "its bytes never reached the writer"
 
 @dataclass
 class Payload:
-    """Segments of one tick in the staging arena: (segment, staging offset, bytes)."""
+    """Parts of a tick's slot in the staging arena: (segment, offset in the segment, staging offset, bytes)."""
 
     tick: int
-    segments: list[tuple[int, int, int]]
+    pieces: list[tuple[int, int, int, int]]
     last: bool
 
 
@@ -190,14 +190,15 @@ class Incident:
             self._begin_tensors()
 
     def write_payload(self, payload: Payload, staging: memoryview) -> None:
-        """Write the records that lie in these segments. Errors end the tensors file, not the incident."""
+        """Write what lies in these pieces. Errors end the tensors file, not the incident."""
         iteration = self.iterations.get(payload.tick)
         if iteration is None or self.tensors is None:
             return
         iteration.complete = iteration.complete or payload.last
         try:
-            for segment, offset, num_bytes in payload.segments:
-                self._write_segment(self.tensors, iteration, segment, staging[offset : offset + num_bytes])
+            for segment, start, offset, num_bytes in payload.pieces:
+                self._put_piece(self.tensors, iteration, segment, start, staging[offset : offset + num_bytes])
+            self.tensors.write_out()
             self.tensors.flush()  # the staging memory is about to be reused: from here on only the file has the bytes
         except Exception as error:
             self.fail_tensors(error)
@@ -253,16 +254,23 @@ class Incident:
         if self.folder is not None and self.folder.exists():
             folders.remove_marker(self.folder, self.run.rank)
 
-    def _write_segment(self, tensors: TensorsFile, iteration: Iteration, segment: int, area: memoryview) -> None:
-        for sequence in iteration.by_segment.get(segment, ()):
-            layout = iteration.layouts[sequence]
-            buffers = component_buffers(layout, area)
-            if buffers is None or sequence in iteration.written:
+    def _put_piece(
+        self, tensors: TensorsFile, iteration: Iteration, segment: int, start: int, area: memoryview
+    ) -> None:
+        for sequence in iteration.touching(segment, start, start + area.nbytes):
+            if sequence in iteration.written or sequence in iteration.refused:
                 continue
+            layout = iteration.layouts[sequence]
+            place = iteration.first_record + sequence, iteration.paths[sequence], layout
+            buffers = component_buffers(layout, area, start)
             try:
-                tensors.add(iteration.first_record + sequence, iteration.paths[sequence], layout, buffers)
+                if buffers is not None:
+                    tensors.put(*place, buffers)
+                elif not tensors.put_parts(*place, component_parts(layout, area, start)):
+                    continue
             except FormatError as error:  # this record only
                 self.blind.append(Blind(*iteration.place, layout.key.layer, layout.key.tensor, str(error)))
+                iteration.refused.add(sequence)
             else:
                 iteration.written.add(sequence)
 

@@ -5,7 +5,8 @@ Owns what ``iteration`` messages brought. Runs in the writer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,10 @@ class Iteration:
         self.first_record = 0
         self.paths: list[str] = []
         self.by_segment: dict[int, list[int]] = {}
+        self._starts: dict[int, list[int]] = {}
         self.written: set[int] = set()
+        self.refused: set[int] = set()
+        """Contradict themselves; told in the incident."""
         self.complete = False
         self.random_states: dict[str, npt.NDArray[np.uint8]] = {}
         self._sequences: dict[Key, int] | None = None
@@ -67,7 +71,16 @@ class Iteration:
         for sequence, (layout, path) in enumerate(zip(self.layouts, self.paths, strict=True)):
             if path:
                 self.by_segment.setdefault(layout.segment, []).append(sequence)
+        for segment, sequences in self.by_segment.items():
+            sequences.sort(key=lambda sequence: self.layouts[sequence].offset_bytes)
+            self._starts[segment] = [self.layouts[sequence].offset_bytes for sequence in sequences]
         return facts
+
+    def touching(self, segment: int, start: int, stop: int) -> Sequence[int]:
+        """Records of which bytes lie in this range of a segment's area, by place. After ``freeze``."""
+        starts = self._starts.get(segment, [])
+        first = max(bisect_right(starts, start) - 1, 0)
+        return self.by_segment.get(segment, [])[first : bisect_left(starts, stop)]
 
     def record_of(self, key: Key) -> int:
         """Row in ``/records`` of a key, -1 when this iteration has none. After ``freeze``."""
@@ -89,12 +102,27 @@ class Iteration:
         return [Blind(*self.place, layer, tensor, reason) for layer, tensor in keys]
 
 
-def component_buffers(layout: RecordLayout, area: memoryview) -> Sequence[memoryview] | None:
-    """The bytes of each component, ``None`` when they do not all lie in ``area``."""
+def component_buffers(layout: RecordLayout, area: memoryview, begin: int = 0) -> Sequence[memoryview] | None:
+    """The bytes of each component, ``None`` when they do not all lie in ``area``.
+
+    Args:
+        layout: the record's.
+        area: a part of its segment's area.
+        begin: offset of that part.
+    """
     buffers = []
     for component in layout.components:
-        start = layout.offset_bytes + component.offset_bytes
-        if start + component.num_bytes > area.nbytes:
+        start = layout.offset_bytes + component.offset_bytes - begin
+        if start < 0 or start + component.num_bytes > area.nbytes:
             return None
         buffers.append(area[start : start + component.num_bytes])
     return buffers
+
+
+def component_parts(layout: RecordLayout, area: memoryview, begin: int) -> Iterator[tuple[int, int, memoryview]]:
+    """(number of the component, offset in it, bytes) of what ``area`` has of each; arguments as above."""
+    for number, component in enumerate(layout.components):
+        start = layout.offset_bytes + component.offset_bytes - begin
+        first, last = max(start, 0), min(start + component.num_bytes, area.nbytes)
+        if first < last:
+            yield number, first - start, area[first:last]

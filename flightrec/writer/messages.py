@@ -205,18 +205,19 @@ def facts_end(
     return "facts_end", header, ()
 
 
-def payload(incident: int, tick: int, segments: Sequence[tuple[int, int, int]], *, last: bool) -> Outgoing:
+def payload(incident: int, tick: int, pieces: Sequence[tuple[int, int, int, int]], *, last: bool) -> Outgoing:
     """Bytes of one tick lie in the staging arena, complete (the copies have finished).
 
     Args:
         incident: whose.
         tick: which iteration.
-        segments: (segment index, staging offset, bytes); the bytes are the segment's area of the tick's slot from its
-            start, so a record lies at ``staging offset + layout.offset_bytes``.
+        pieces: (segment index, offset in the segment, staging offset, bytes); the bytes are a part of the segment's
+            area of the tick's slot, in which a record lies at ``layout.offset_bytes``. Pieces of one area may come in
+            any order and in several messages, and a record may span pieces.
         last: no more payload follows for this tick: what is missing now was not staged, whatever happens later.
     """
-    rows = [list(segment) for segment in segments]
-    return "payload", {"incident": incident, "tick": tick, "segments": rows, "last": last}, ()
+    rows = [list(piece) for piece in pieces]
+    return "payload", {"incident": incident, "tick": tick, "pieces": rows, "last": last}, ()
 
 
 def firing(incident: int, firings: Sequence[Firing]) -> Outgoing:

@@ -1,0 +1,213 @@
+"""Compresses an incident offline, into a folder of its own: same files, same names, the payload in filtered chunks.
+
+Works chunk by chunk, so files may be far larger than memory. Every array is compared with its checksum while it is
+read, and read back and compared bit by bit before the new folder gets its name. No state; runs in the command's child.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from flightrec.errors import IncidentError
+from flightrec.storage import commit, files, filters, schema, text
+from flightrec.storage.read import open_incident
+
+CHUNK_BYTES = 1 << 20
+"""What is decompressed at once, and what HDF5 caches by default."""
+
+SMALLEST_BYTES = 4096
+"""Smaller arrays stay as they are: a chunk costs more than it saves."""
+
+_TABLES = ("components", "firings", "blind", "names")
+
+
+def pack_folder(path: Path, output: str, filter_name: str, level: int) -> dict[str, Any]:
+    """Write a compressed copy of an incident.
+
+    Args:
+        path: the incident's folder; is only read.
+        output: the new folder, which must not exist.
+        filter_name: one of ``filters.FILTERS``.
+        level: of compression, in the filter's own range.
+
+    Returns:
+        ``output``, ``bytes_before``, ``bytes_after``, ``num_arrays``, ``payload_before``, ``payload_after``.
+
+    Raises:
+        IncidentError: it is no incident, is damaged, or ``output`` exists; nothing is left behind.
+        MissingExtraError: the filter needs a package that is not installed.
+        OSError: the disk refuses; nothing is left behind.
+    """
+    target = Path(output)
+    filters.load(filter_name)
+    if not path.is_dir():
+        raise IncidentError(f"{path}: is no folder; pack takes an incident's folder")
+    with open_incident(path) as incident:
+        incident.trigger  # noqa: B018  # what cannot be read at all is not packed
+    if os.path.lexists(target):
+        raise IncidentError(f"{target}: exists and is never replaced; choose another --output")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    try:
+        told = {"num_arrays": 0, "payload_before": 0, "payload_after": 0}
+        sources = sorted(entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith("."))
+        for source in sources:
+            if _kind(source) == schema.TENSORS:
+                for name, number in _pack_file(source, scratch / source.name, filter_name, level).items():
+                    told[name] += number
+            else:
+                shutil.copyfile(source, scratch / source.name)
+            commit.synchronize(scratch / source.name)
+        with open_incident(scratch):  # the links, ids and tables of the new folder
+            pass
+        told |= {"bytes_before": _size(path, sources), "bytes_after": _size(scratch, sources)}
+        scratch.chmod(path.stat().st_mode & 0o7777)
+        commit.synchronize(scratch)
+        if os.path.lexists(target):
+            raise IncidentError(f"{target}: exists by now and is never replaced; choose another --output")
+        scratch.rename(target)
+        commit.synchronize(target.parent)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    return {"output": str(target), **told}
+
+
+def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Chunks of about ``CHUNK_BYTES`` that are ranges of the array's own order: whole trailing axes, part of one."""
+    chunk = [1] * len(shape)
+    room = max(1, CHUNK_BYTES // itemsize)
+    for axis in reversed(range(len(shape))):
+        chunk[axis] = min(shape[axis], room)
+        room //= chunk[axis]
+        if chunk[axis] < shape[axis] or room == 0:
+            break
+    return tuple(chunk)
+
+
+def _pack_file(source: Path, target: Path, filter_name: str, level: int) -> dict[str, int]:
+    """One tensors file."""
+    told = {"num_arrays": 0, "payload_before": 0, "payload_after": 0}
+    with (
+        files.reading(source),
+        h5py.File(source, "r", locking=False) as old,
+        h5py.File(target, "x", libver=schema.LIBVER, locking=False) as new,
+    ):
+        filters.need(source, old)
+        expected = _checksums(old)
+        complete = old.attrs["complete"]
+        _copy_attributes(old, new)
+        new.attrs.modify("complete", np.uint8(0))
+        new.attrs["packed"] = text.to_json_text({"filter": filter_name, "level": level})
+        for name in _TABLES:
+            if name in old:
+                table = old[name][()]
+                if name == "components":
+                    table["offset"] = -1  # no array is one range of the file any more
+                new.create_dataset(name, data=table, dtype=old[name].dtype)
+        for path, dataset in _arrays(old):
+            form = str(text.read_attribute(dataset, "format"))
+            packed = _pack_array(dataset, new, path, form, filter_name, level)
+            crc = _copy(dataset, packed)
+            record = int(dataset.attrs["record"])
+            known = expected.get((record, path.rsplit("/", maxsplit=1)[1]))
+            if expected and known is not None and known != crc:
+                raise IncidentError(f"{source}: {path} is damaged: crc32 is {crc:08x}, expected {known:08x}")
+            told["num_arrays"] += 1
+            told["payload_before"] += dataset.nbytes
+            told["payload_after"] += packed.id.get_storage_size()
+        new.flush()
+        new.attrs.modify("complete", complete)
+    with files.reading(target), h5py.File(source, "r", locking=False) as old, h5py.File(target, "r") as new:
+        for path, dataset in _arrays(old):
+            _compare(target, path, dataset, new[path])
+    return told
+
+
+def _pack_array(
+    dataset: h5py.Dataset, new: h5py.File, path: str, form: str, filter_name: str, level: int
+) -> h5py.Dataset:
+    options: Mapping[str, Any] = {}
+    if dataset.shape and dataset.nbytes >= SMALLEST_BYTES:
+        # Bytes of one significance together: exponents resemble each other. Codes of a byte have nothing to sort.
+        shuffle = dataset.dtype.itemsize > 1
+        chunks = chunk_shape(dataset.shape, dataset.dtype.itemsize)
+        options = {"chunks": chunks, **filters.options(filter_name, level, shuffle=shuffle)}
+    packed = new.create_dataset(path, shape=dataset.shape, dtype=dataset.dtype, **options)
+    text.write_attributes(packed, {"format": form, "record": np.int64(dataset.attrs["record"])})
+    return packed
+
+
+def _copy(old: h5py.Dataset, new: h5py.Dataset) -> int:
+    """Copy all elements; their crc32."""
+    crc = 0
+    for part in _parts(new):
+        values = old[part]
+        new[part] = values
+        crc = zlib.crc32(_bytes(values), crc)
+    return crc
+
+
+def _compare(target: Path, path: str, old: h5py.Dataset, new: h5py.Dataset) -> None:
+    same = old.shape == new.shape and old.dtype == new.dtype
+    if not same or any(_bytes(old[part]) != _bytes(new[part]) for part in _parts(new)):
+        raise IncidentError(
+            f"{target}: {path} does not come back bit for bit; the filter or this machine's memory lies"
+        )
+
+
+def _parts(dataset: h5py.Dataset) -> Iterator[Any]:
+    """Selections of a chunk each, in the array's own order."""
+    if dataset.chunks is None:
+        yield ()
+    else:
+        yield from dataset.iter_chunks()
+
+
+def _bytes(values: Any) -> bytes:
+    return np.asarray(values).tobytes()
+
+
+def _arrays(file: h5py.File) -> list[tuple[str, h5py.Dataset]]:
+    """The payload: every dataset with the attribute ``record``."""
+    found: list[str] = []
+
+    def visit(name: str, item: Any) -> None:
+        if isinstance(item, h5py.Dataset) and "record" in item.attrs:
+            found.append(f"/{name}")
+
+    file.visititems(visit)
+    return [(path, file[path]) for path in found]
+
+
+def _checksums(file: h5py.File) -> dict[tuple[int, str], int]:
+    if "components" not in file:  # salvaged
+        return {}
+    table, names = file["components"][()], text.read_text_table(file)
+    return {(int(row["record"]), names[row["component"]]): int(row["crc32"]) for row in table}
+
+
+def _copy_attributes(old: h5py.File, new: h5py.File) -> None:
+    for name in old.attrs:
+        if name != "packed":
+            new.attrs.create(name, old.attrs[name], dtype=old.attrs.get_id(name).dtype)
+
+
+def _kind(path: Path) -> str:
+    if path.suffix != ".h5":
+        return ""
+    with files.reading(path), h5py.File(path, "r", locking=False) as file:
+        return str(text.read_attribute(file, "kind"))
+
+
+def _size(folder: Path, sources: list[Path]) -> int:
+    return sum((folder / source.name).stat().st_size for source in sources)
