@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from flightrec.flush.history import TickInfo
-from flightrec.flush.host_copies import Copy, HostCopies
+from flightrec.flush.host_copies import FIRST_STEP_S, Copy, HostCopies
 from flightrec.flush.host_growth import growth_for
 from flightrec.flush.host_plan import Plan, Plans
 from flightrec.flush.landmarks import AGES, CANDIDATES_PER_AGE, Landmarks
@@ -109,6 +109,7 @@ class HostTier:
                 while self._pieces and self._pieces[0][1] <= self._growth.ready_bytes:
                     self._arena.release(self._pieces.popleft()[0])
             self._time()
+            self._copies.advance(statistics.median(self._step_times_s) if self._step_times_s else FIRST_STEP_S)
         except Exception as error:
             self._fail(error)
 
@@ -233,10 +234,12 @@ class HostTier:
             still = self._growth.ready_bytes < self._memory.data.nbytes and not self._growth.problem
             return "the memory was not ready yet" if still else "ring.host_memory does not hold one of them"
         self._bytes_per_iteration = plan.num_bytes
+        if self._copies.too_slow(plan.num_bytes):
+            return "copying one takes longer than the ring keeps it"
         self._landmarks.limit(self._depth)
         offset = self._make_room(plan.num_bytes, tick)
         if offset is None:
-            return "open incidents needed all that the tier holds"
+            return "open incidents or copies under way needed all of the memory"
         kept = self._coming[tick] = _Kept(info, self._free_entries.pop(), offset, is_good)
         self._describe(kept.entry, plan, offset, view.statistics)
         self._copies.begin(tick, slot, kept.entry, self._targets(plan, offset))

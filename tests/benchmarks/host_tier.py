@@ -36,7 +36,8 @@ def intervals(values: list[float]) -> str:
     """Median with a 95% interval of the median, by order statistics."""
     ordered = sorted(values)
     half = 0.98 * len(ordered) ** 0.5
-    low, high = ordered[max(0, round(len(ordered) / 2 - half))], ordered[min(len(ordered) - 1, round(len(ordered) / 2 + half))]
+    low = ordered[max(0, round(len(ordered) / 2 - half))]
+    high = ordered[min(len(ordered) - 1, round(len(ordered) / 2 + half))]
     return f"{statistics.median(ordered):.2f} ({low:.2f} to {high:.2f})"
 
 
@@ -77,20 +78,18 @@ def main() -> None:
         tier, growth = engine.tier, engine.tier._growth
         pieces: list[float] = []
         growing: list[float] = []
+        lock = growth._lock
+
+        def timed(memory: torch.Tensor, num_bytes: int) -> bool:
+            start = time.perf_counter()
+            locked = lock(memory, num_bytes)
+            pieces.append((time.perf_counter() - start) * 1000)
+            return locked
+
+        growth._lock = timed
         began = time.perf_counter()
         while growth.ready_bytes < growth.tensor.numel() and not growth.problem and time.perf_counter() - began < 60:
-            advance = growth.advance
-
-            def timed() -> bool:
-                start = time.perf_counter()
-                grew = advance()
-                if grew:
-                    pieces.append((time.perf_counter() - start) * 1000)
-                return grew
-
-            growth.advance = timed
             growing += stretch(10)
-            growth.advance = advance
         ready_s = time.perf_counter() - began
         modes: dict[str, list[float]] = {"without": [], "with": []}
         before, seen = tier._dropped.total(), tier._num_seen
@@ -111,11 +110,11 @@ def main() -> None:
         print(f"| while its memory is made ready | {len(growing)} | {intervals(growing)} |")
         rate = size / 1e9 / with_s * (1 - dropped / max(1, seen))
         pairs = zip(modes["with"], modes["without"], strict=True)
-        print(f"\nwith/without: {statistics.median(a / b for a, b in pairs):.4f}; {dropped} of {seen} iterations left out; "
-              f"{rate:.1f} GB/s copied on average")  # fmt: skip
+        ratio = statistics.median(a / b for a, b in pairs)
+        print(f"\nwith/without: {ratio:.4f}; {dropped} of {seen} iterations left out, {rate:.1f} GB/s on average")
         per_gib = sum(pieces) / 1000 / max(1, len(pieces)) * (2**30 / growth._piece_bytes)
-        print(f"ready after {ready_s:.1f} s; page-locking a piece of {growth._piece_bytes >> 20} MiB: "
-              f"{statistics.median(pieces):.1f} ms (median), {per_gib:.2f} s a GiB")  # fmt: skip
+        median_ms, size_mib = statistics.median(pieces), growth._piece_bytes >> 20
+        print(f"ready after {ready_s:.1f} s; a piece of {size_mib} MiB: {median_ms:.1f} ms, {per_gib:.2f} s a GiB")
 
 
 if __name__ == "__main__":
