@@ -9,6 +9,7 @@ Markdown table, and what making the memory ready costs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -71,7 +72,7 @@ def main() -> None:
                 recorder.step()
                 event.record()
             torch.cuda.synchronize()
-            return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+            return [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
 
         stretch(5)
         engine = recorder._capture.engine
