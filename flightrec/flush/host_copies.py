@@ -24,7 +24,7 @@ from flightrec.kernels.pinned import HostBuffer
 from flightrec.ring.ring import Ring
 
 MAX_UNDER_WAY = 4
-"""Copies that may be under way, at most one for two slots of the ring; while there are more, iterations are left out."""
+"""Copies that may be under way, and at most one for two slots of the ring; beyond that iterations are left out."""
 
 SHARE_OF_STEP = 0.5
 """Part of a step in which the GPU may copy for the tier."""
