@@ -100,7 +100,7 @@ class Engine:
         if client.host is not None:
             older = config.incident.older_iterations
             self.tier = HostTier(self.ring, client.host, older=older, on_failure=on_trouble)
-        self.ended = False
+        self._ended = False
         self.flusher = Flusher(
             self.ring,
             Outbox(client, start_writer, self.ring),
@@ -156,6 +156,11 @@ class Engine:
             self._contain("taking a verdict", self._take, view)
         self._contain("writing incidents", self.flusher.pump)
 
+    def can_tell(self, was_off: bool) -> bool:
+        """Whether ``fault`` has something to tell: once, and after recording has ended only from the host tier."""
+        held = self.tier is not None and self.tier.num_iterations > 0
+        return not self._ended and (held or not was_off)
+
     @torch.no_grad()
     def fault(self, info: TickInfo, host_firings: Sequence[Firing], timeout_s: float, *, readable: bool = True) -> bool:
         """The training loop is being left by an exception: judge the unfinished tick, write all. Waits.
@@ -172,7 +177,7 @@ class Engine:
         Returns:
             Whether all was handed to the writer in time.
         """
-        self.ended = True
+        self._ended = True
         views: list[VerdictView] = []
         lost = "recording had failed before"
         try:

@@ -396,11 +396,9 @@ class Recorder:
     def on_uncaught(self, error: BaseException) -> None:
         """Flush what the ring holds for an exception that ends the training loop; once. Waits, never raises."""
         engine = self._capture.engine
-        if engine is None or engine.ended or not isinstance(error, Exception):
-            return  # KeyboardInterrupt, SystemExit: a normal end
         was_off = self._capture.off  # a dead device may have shown in our own step() before it showed in the loop
-        if was_off and (engine.tier is None or not engine.tier.num_iterations):
-            return
+        if engine is None or not engine.can_tell(was_off) or not isinstance(error, Exception):
+            return  # KeyboardInterrupt, SystemExit: a normal end
         with self._capture.guard("the flush after an exception"):
             message = f"training raised {describe(error)}"
             firing = self._host_rules.firing("exception", message, self._attempt, self.iteration)

@@ -32,6 +32,9 @@ from flightrec.writer.host_memory import MAX_RANGES, NUM_ENTRIES, HostMemory, Ra
 
 logger = logging.getLogger("flightrec")
 
+PAUSED = "an incident was being copied"
+"""Why an iteration was left out that every incident leaves out: incidents do not tell it."""
+
 NUM_TIMED_STEPS = 32
 """Steps after which the tier says what it holds and what it costs."""
 
@@ -191,12 +194,12 @@ class HostTier:
             self._holds.pop(incident, None)
 
     def told(self) -> str:
-        """How many iterations are not in the tier and why; empty if there are none."""
-        if not self._dropped:
-            return ""
-        reasons = ", ".join(f"{count} because {reason}" for reason, count in self._dropped.most_common())
-        text = f"{self._dropped.total()} of {self._num_seen} iterations were not copied to the host tier: {reasons}"
-        return f"{text}; {self._growth.problem}" if self._growth.problem else text
+        """How many iterations are not in the tier and why, for incidents; empty if there is nothing to tell."""
+        told = [(reason, count) for reason, count in self._dropped.most_common() if reason != PAUSED]
+        reasons = ", ".join(f"{count} because {reason}" for reason, count in told)
+        count = sum(count for _, count in told)
+        text = f"{count} of {self._num_seen} iterations were not copied to the host tier: {reasons}" if told else ""
+        return "; ".join(filter(None, (text, self._growth.problem)))
 
     def summary(self) -> str:
         """What the tier holds and what it costs, as one line."""
@@ -211,6 +214,9 @@ class HostTier:
             step_s = statistics.median(self._step_times_s)
             rate = self._bytes_per_iteration / step_s / 1e9
             words.append(f"{rate:.3g} GB/s from the device at {step_s * 1000:.3g} ms a step")
+        if self._dropped:
+            reasons = ", ".join(f"{count} because {reason}" for reason, count in self._dropped.most_common())
+            words.append(f"{self._dropped.total()} of {self._num_seen} left out: {reasons}")
         return ", ".join(words)
 
     # -- inside ------------------------------------------------------------------------------------------------------
@@ -226,7 +232,7 @@ class HostTier:
         if slot is None:
             return "no slot of the ring had recorded them"
         if paused:
-            return "an incident was being copied"
+            return PAUSED
         if self._copies.full:
             return "the copies were behind"
         plan = self._plans.of(layout_ids)
