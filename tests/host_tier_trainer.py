@@ -1,8 +1,8 @@
 """A trainer with a host tier, run as a process of its own so that it, or its device, can die: ``SCENARIO DIRECTORY``.
 
 ``dead``: from iteration 230 on everything that asks the device raises, as in a dead CUDA context, and then the loop
-does. ``dead_in_step``: the recorder's own ``step`` is the first to see it. ``killed``: a rule fires in iteration 230,
-and the trainer is killed before a slot was staged.
+does. ``dead_in_step``: the recorder's own ``step`` is the first to see it. ``dead_without``: there is no host tier.
+``killed``: a rule fires in iteration 230, and the trainer is killed before a slot was staged.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ def main(scenario: str, directory: str) -> None:
     if scenario == "killed":
         pump = Flusher.pump
         Flusher.pump = lambda self: os.kill(os.getpid(), signal.SIGKILL) if self.recording_until >= 0 else pump(self)
-    with flightrec.Recorder(CONFIG, directory=directory) as recorder:
+    config = {**CONFIG, "ring": {"iterations": 3}} if scenario == "dead_without" else CONFIG
+    with flightrec.Recorder(config, directory=directory) as recorder:
         for iteration in range(LAST):
             record(recorder, iteration)
             recorder.step()
         record(recorder, LAST, layers=2)
         if scenario.startswith("dead"):
             device_dies()
-        if scenario != "dead":
+        if scenario in ("dead_in_step", "killed"):
             recorder.step()
         raise RuntimeError("CUDA error: device-side assert triggered")
 

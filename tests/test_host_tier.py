@@ -31,9 +31,9 @@ class Ended(NamedTuple):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory) -> dict[str, Ended]:
-    """All three trainers, side by side."""
+    """All trainers, side by side."""
     started = {}
-    for scenario in ("dead", "dead_in_step", "killed"):
+    for scenario in ("dead", "dead_in_step", "dead_without", "killed"):
         folder = tmp_path_factory.mktemp(scenario)
         command = [sys.executable, str(TRAINER), scenario, str(folder)]
         started[scenario] = (folder, subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
@@ -89,6 +89,20 @@ def test_a_dead_device_leaves_the_iterations_before_it(scenario, ended):
         assert any("could not be read" in blind.reason for blind in incident.blind if blind.iteration == LAST)
         assert "device-side assert" in incident.environment["stack"]
     check_bytes(folder, held)
+
+
+def test_without_a_host_tier_a_dead_device_leaves_what_the_host_knew(ended):
+    folder = only(ended["dead_without"].directory)
+    with flightrec.open(folder) as incident:
+        assert (incident.trigger.kind, incident.trigger.iteration) == ("exception", LAST)
+        assert [entry.iteration for entry in incident.iterations] == [LAST - 3, LAST - 2, LAST - 1, LAST]
+        for record in incident.records(tensor="output"):
+            assert record.high_precision is None
+            is_last = record.iteration == LAST  # its verdict had not come
+            value = value_of(record.iteration, int(record.key.layer[-1]))
+            assert record.statistics["amax"] == (None if is_last else value)
+        lost = {blind.iteration for blind in incident.blind if "could not be read" in blind.reason}
+        assert lost == {LAST - 3, LAST - 2, LAST - 1, LAST}
 
 
 def test_a_trainer_that_is_killed_with_a_trigger_pending_leaves_what_the_tier_holds(ended):
