@@ -35,6 +35,9 @@ FIRST_STEP_S = 0.02
 
 MEASURABLE_BYTES = 16 << 20
 
+RETRY_AFTER = 500
+"""Iterations that are refused as too slow to copy, before one is tried and measured again."""
+
 Part = tuple[int, int, torch.Tensor]
 """Segment, start in the slot's area, and uint8 [n] on the CPU that takes as many bytes."""
 
@@ -80,12 +83,15 @@ class HostCopies:
         self._memory = HostBuffer(ring.device, MAX_UNDER_WAY * 8)
         self._ticks = self._memory.tensor.view(torch.int64)
         self._bytes_per_s, self._is_measured = FIRST_BYTES_PER_S, False
+        self._num_refused = 0
         self._step_bytes = FIRST_BYTES_PER_S * FIRST_STEP_S * SHARE_OF_STEP
         self._room_bytes = math.inf if self._stream is None else self._step_bytes
 
     @property
     def full(self) -> bool:
-        """As many are under way as may be."""
+        """As many are under way as may be, or the last one was not begun whole: another would lose its slot waiting."""
+        if self._under_way and not self._under_way[-1].is_begun:
+            return True
         return len(self._under_way) >= max(1, min(MAX_UNDER_WAY, self._ring.num_slots // 2))
 
     def too_slow(self, num_bytes: int) -> bool:
@@ -94,8 +100,8 @@ class HostCopies:
             return False
         if math.ceil(num_bytes / self._step_bytes) <= max(1, self._ring.num_slots - 3):
             return False
-        self._bytes_per_s *= 1.02  # so that it is tried, and measured, again some time
-        return True
+        self._num_refused += 1
+        return self._num_refused % RETRY_AFTER != 0
 
     def begin(self, tick: int, slot: int, entry: int, parts: Sequence[Part]) -> None:
         """Queue the copy of an iteration; no synchronisation.
