@@ -21,6 +21,7 @@ from flightrec.config.model import Config
 from flightrec.config.sizes import Share
 from flightrec.flush.flusher import Flusher
 from flightrec.flush.history import ScalarHistory, TickInfo, TickLog
+from flightrec.flush.host_tier import HostTier
 from flightrec.flush.outbox import Outbox
 from flightrec.flush.samples import SampleHistory
 from flightrec.flush.verdicts import VerdictQueue, VerdictView
@@ -101,6 +102,11 @@ class Engine:
         )
         self._log = TickLog(depth)
         self.history = ScalarHistory(config.history.iterations)
+        self.tier: HostTier | None = None
+        if client.host is not None:
+            older = config.incident.older_iterations
+            self.tier = HostTier(self.ring, client.host, older=older, on_failure=on_trouble)
+        self._ended = False
         self.flusher = Flusher(
             self.ring,
             Outbox(client, start_writer, self.ring),
@@ -109,6 +115,7 @@ class Engine:
             log=self._log,
             history=self.history,
             view_of=self._queue.get,
+            tier=self.tier,
         )
         self._samples: SampleHistory | None = None
         if client.history is not None:
@@ -151,28 +158,45 @@ class Engine:
         """
         self._close_tick(info, host_firings)
         self.ring.begin(info.tick + 1)
+        if self.tier is not None:
+            self.tier.advance()
         for view in self._contain("reading verdicts", self._queue.poll) or ():
             self._contain("taking a verdict", self._take, view)
         self._contain("writing incidents", self.flusher.pump)
 
+    def can_tell(self, was_off: bool) -> bool:
+        """Whether ``fault`` has something to tell: once, and after recording has ended only from the host tier."""
+        held = self.tier is not None and self.tier.num_iterations > 0
+        return not self._ended and (held or not was_off)
+
     @torch.no_grad()
-    def fault(self, info: TickInfo, host_firings: Sequence[Firing], timeout_s: float) -> bool:
+    def fault(self, info: TickInfo, host_firings: Sequence[Firing], timeout_s: float, *, readable: bool = True) -> bool:
         """The training loop is being left by an exception: judge the unfinished tick, write all. Waits.
+
+        If the device cannot be read any more (its CUDA context is dead), the incident is written without it: from the
+        host tier, if there is one.
 
         Args:
             info: of the unfinished iteration.
             host_firings: of the rule ``exception``, and manual ones.
             timeout_s: give up waiting for the writer after this long.
+            readable: False: recording failed before, and the device is not asked again.
 
         Returns:
             Whether all was handed to the writer in time.
         """
+        self._ended = True
+        views: list[VerdictView] = []
+        lost = "recording had failed before"
         try:
-            self._close_tick(info, host_firings)
-            views = self._queue.poll(wait=True)
+            if readable:
+                self._close_tick(info, host_firings)
+                views = self._queue.poll(wait=True)
         except Exception as error:  # a dead CUDA context
-            logger.error("flightrec: the device cannot be read any more (%s): what its ring held is lost", error)
-            return False
+            readable, lost = False, str(error)
+        if not readable:
+            logger.error("flightrec: the device cannot be read any more (%s): what only its ring held is lost", lost)
+            self._contain("the incident of a dead device", self.flusher.lose_device, info, host_firings)
         for view in views:
             self._contain("taking a verdict", self._take, view)
         self._contain("ending incidents", self.flusher.finish)
@@ -196,7 +220,10 @@ class Engine:
         except Exception as error:  # a dead CUDA context
             logger.error("flightrec: the last verdicts cannot be read (%s)", error)
         self._contain("ending incidents", self.flusher.finish)
-        return self.flusher.close(timeout_s)
+        closed = self.flusher.close(timeout_s)
+        if self.tier is not None:
+            self.tier.close()
+        return closed
 
     def _contain(self, part: str, call: Callable[..., _T], *args: Any) -> _T | None:
         """Call something whose failure costs its own result only: told, and tried again the next time.
@@ -267,6 +294,8 @@ class Engine:
             self._samples.add(info.attempt, info.iteration, view.statistics, layout_ids, self.ring.layouts)
         if view.firings:
             firings = self._firings(view, info) + firings
+        if self.tier is not None:
+            self.tier.on_verdict(view, info, layout_ids, is_good=not firings, paused=self.flusher.busy)
         self.flusher.on_verdict(view, firings)
         if firings and self._rotation is not None:
             self._rotation.on_verdict(firings, self.flusher.recording_until)

@@ -27,6 +27,7 @@ from flightrec.engine import Engine
 from flightrec.errors import AttachError, RingMemoryError
 from flightrec.flush.history import TickInfo
 from flightrec.hosthooks import describe, listen, stack_of, stop_listening
+from flightrec.hostroom import host_memory
 from flightrec.hostrules import HostRules
 from flightrec.identity import environment, identify
 from flightrec.lifetimes import follow
@@ -59,7 +60,7 @@ class Recorder:
     Raises:
         ConfigError: the configuration cannot be used; the message has file, line and key.
         AttachError: the directory cannot be written.
-        WriterError: the writer process could not be started.
+        WriterError: the writer process could not be started, or ``ring.host_memory`` asks for more than there is.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Recorder:
         self._environment: Mapping[str, Any] = {}
         self._closed = False
         self._history = history_memory(self._config.history)
+        self._host = host_memory(self._config.ring.host_memory)
         self._client = self._start_writer()
         listen(self)
         follow(self)
@@ -277,7 +279,8 @@ class Recorder:
         with self._capture.guard("summary()"):
             engine = self._capture.engine
             if engine is not None and engine.ring.committed:
-                return "\n".join([engine.ring.summary(), *self._capture.rotation.describe()])
+                tier = [] if engine.tier is None else [engine.tier.summary()]
+                return "\n".join([engine.ring.summary(), *tier, *self._capture.rotation.describe()])
         return ""
 
     # -- state and end -----------------------------------------------------------------------------------------------
@@ -334,6 +337,8 @@ class Recorder:
         capture.off = True
         with capture.guard("the end of recording"):
             self._history.close()
+            if self._host is not None:
+                self._host.close()
             self._detach_all("close() was called")
         capture.engine = None  # the ring's memory is free, whoever still holds the recorder
 
@@ -393,7 +398,8 @@ class Recorder:
     def on_uncaught(self, error: BaseException) -> None:
         """Flush what the ring holds for an exception that ends the training loop; once. Waits, never raises."""
         engine = self._capture.engine
-        if self._capture.off or engine is None or not isinstance(error, Exception):
+        was_off = self._capture.off  # a dead device may have shown in our own step() before it showed in the loop
+        if engine is None or not engine.can_tell(was_off) or not isinstance(error, Exception):
             return  # KeyboardInterrupt, SystemExit: a normal end
         with self._capture.guard("the flush after an exception"):
             message = f"training raised {describe(error)}"
@@ -403,7 +409,8 @@ class Recorder:
             self._keep_scalars_of_attachment()
             facts = {**self._environment, "exception": type(error).__qualname__, "stack": stack_of(error)}
             engine.flusher.send_config(self._config.text, facts)
-            if not engine.fault(self._info(partial=True), [*self._host_firings(), firing], DRAIN_TIMEOUT_S):
+            firings = [*self._host_firings(), firing]
+            if not engine.fault(self._info(partial=True), firings, DRAIN_TIMEOUT_S, readable=not was_off):
                 logger.error("flightrec: not all evidence could be written for %s", type(error).__name__)
             self._tick += 1
         self._switch_off("training raised")
@@ -467,6 +474,7 @@ class Recorder:
             mode=incident.writer,
             disk_quota_bytes=incident.disk_quota,
             history=self._history,
+            host=self._host,
         )
 
     def _switch_off(self, why: str) -> None:

@@ -209,13 +209,14 @@ def write_golden(folder: Path) -> Path:
         replace(entry, facts=facts, random_states=states, metrics={"loss_scale": 1024.0})
         for entry in iterations({11: entries(0), 12: entries(1)})
     ]
+    both[0] = replace(both[0], tier="host", landmark=100)
     fired = firing(activation, 12, value=float("nan"), message="blocks.1.fc1 activation holds 1 NaN.")
     return write_incident(
         folder,
         {11: entries(0), 12: entries(1)},
         [fired],
-        incident_id="incident-1.2",
-        stem="incident-1.2",
+        incident_id="incident-1.3",
+        stem="incident-1.3",
         quantizers=[FP8.to_json(), microscaled.to_json()],
         history={"loss": ([9, 10, 11, 12], [0.9, 0.8, 0.7, float("nan")], [0, 0, 0, 0])},
         statistics=[history_piece()],

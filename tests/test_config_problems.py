@@ -42,7 +42,7 @@ def test_the_error_counts_its_problems_and_survives_pickling():
         ({"limit": 3}, "limit", ["it belongs into incident."]),
         ({"iterations": 3}, "iterations", ["it belongs into ring or history."]),
         ({"ring": {"iteratons": 3}}, "ring.iteratons", ["did you mean iterations?", "on_out_of_memory"]),
-        ({"ring": {"host_memory": 3}}, "ring.host_memory", ["not available in this version"]),
+        ({"ring": {"host_memory": 3}}, "ring.host_memory", ["expected a size", "did you mean 3 GiB?"]),
         ({"history": {"memory": None}}, "history.memory", ["size such as 256 MiB", "a share"]),
         ({"ring": 3}, "ring", ["expected a mapping, got 3"]),
         ({"ring": {"iterations": "4"}}, "ring.iterations", ["expected an integer, got the text '4'"]),

@@ -29,11 +29,11 @@ def incident(request: pytest.FixtureRequest, tmp_path: Path):
 
 
 def test_every_version_is_kept() -> None:
-    assert [path.name for path in KEPT] == ["incident-1.0.index.h5", "incident-1.1.index.h5", NEWEST]
+    assert [path.name for path in KEPT] == [*(f"incident-1.{minor}.index.h5" for minor in range(3)), NEWEST]
 
 
 def test_identity_and_facts(incident: Incident) -> None:
-    assert incident.incident_id in ("incident-1.0", "incident-1.1", "incident-1.2")
+    assert incident.incident_id in ("incident-1.0", "incident-1.1", "incident-1.2", "incident-1.3")
     assert (incident.run_id, incident.attempt, incident.world_size, incident.host) == ("run", 0, 1, "host")
     assert incident.created_ns == 1_700_000_000_000_000_000
     assert incident.versions == {"flightrec": "0.1.0"}
@@ -119,7 +119,7 @@ def test_what_came_with_1_2(incident: Incident) -> None:
     ages = [record.scale_age for record in incident.records(tensor="weight")]
     statistics = incident.records(tensor="weight")[0].statistics
     series = incident.history.find(tensor="activation")
-    if incident.incident_id != "incident-1.2":
+    if incident.incident_id < "incident-1.2":
         assert ages == [None, None]
         assert statistics["quantizer_amax"] is None
         assert all(np.isnan(entry["quantizer_amax"]).all() for entry in series)
@@ -127,3 +127,9 @@ def test_what_came_with_1_2(incident: Incident) -> None:
     assert ages == [None, ScaleAge(1, -1)]
     assert (statistics["scale_min"], statistics["quantizer_amax"], statistics["amax_history_max"]) == (0.5, 24.0, 32.0)
     assert series[0]["quantizer_amax"].tolist() == [21, 121, 221, 321]
+
+
+def test_what_came_with_1_3(incident: Incident) -> None:
+    found = [(entry.tier, entry.landmark) for entry in incident.iterations]
+    first = ("host", 100) if incident.incident_id >= "incident-1.3" else ("ring", 0)
+    assert found == [first, ("ring", 0)]

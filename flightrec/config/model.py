@@ -71,6 +71,11 @@ class RingConfig(ConfigModel):
     microbatches: Literal["all", "first", "last", "rotate"] = Field(
         default="all", description="Microbatches of an iteration whose tensors are kept."
     )
+    host_memory: OptionalSize = Field(
+        default=None,
+        description="Shared, page-locked host memory for whole past iterations, such as `64 GiB`: copied there beside "
+        "training, they survive a dead device. null: none.",
+    )
 
 
 class IncidentConfig(ConfigModel):
@@ -95,6 +100,12 @@ class IncidentConfig(ConfigModel):
     writer: Literal["process", "thread"] = Field(
         default="process",
         description="Who writes the files: a process that outlives the trainer, or a thread where none can be started.",
+    )
+    older_iterations: StrictInt = Field(
+        default=0,
+        ge=0,
+        le=4096,
+        description="Iterations older than the ring's that an incident gets from `ring.host_memory`, beside landmarks.",
     )
     staging_memory: OptionalSize = Field(
         default=None,

@@ -19,9 +19,7 @@ from flightrec.errors import ConfigError
 
 Path = tuple["str | int", ...]
 
-NOT_AVAILABLE: dict[Path, str] = {
-    ("ring", "host_memory"): "the host tier is not available in this version; remove the key",
-}
+NOT_AVAILABLE: dict[Path, str] = {}
 """Keys of later versions, with what to do instead."""
 
 

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from flightrec.flush.history import ScalarHistory, TickInfo, TickLog
+from flightrec.flush.host_tier import HostIteration, HostTier
 from flightrec.flush.outbox import Outbox
 from flightrec.flush.staging import Piece, Range, SlotCopy, piece_bytes_for, pin, staging_tensor, unpin
 from flightrec.flush.verdicts import VerdictView
@@ -86,6 +87,7 @@ class Flusher:
         log: which iteration each tick was.
         history: loss and metrics for the incident.
         view_of: the verdict of a past tick that is still kept.
+        tier: the host tier, if there is one.
     """
 
     def __init__(
@@ -98,12 +100,16 @@ class Flusher:
         log: TickLog,
         history: ScalarHistory,
         view_of: Callable[[int], VerdictView | None],
+        tier: HostTier | None = None,
     ) -> None:
         self._ring = ring
         self._outbox = outbox
         self._limits = limits
         self._after = after
         self._view_of = view_of
+        self._tier = tier
+        self._readable = True
+        self._why_lost = "no slot holds this iteration any more: all were in use by an earlier incident"
         self._rule_index = {rule.name: index for index, rule in enumerate(limits.rules)}
         self._log = log
         self._history = history
@@ -205,6 +211,28 @@ class Flusher:
             if not incident.facts_ended:
                 self._end_facts(incident)
 
+    def lose_device(self, info: TickInfo, firings: Sequence[Firing]) -> None:
+        """The device cannot be read any more: what incidents still need of it, the host tier has, or nobody.
+
+        Makes no CUDA call.
+
+        Args:
+            info: of the iteration that was under way.
+            firings: why the run ends.
+        """
+        self._readable = False
+        self._why_lost = "the device could not be read any more, and no copy of this iteration had reached the host"
+        copying, self._copy = self._copy, None
+        self._slot_of, self._held = {}, set()
+        for incident in self._incidents:
+            ticks, incident.to_stage = incident.to_stage, []
+            if copying is not None and copying[0] is incident:
+                ticks = [copying[1], *ticks]
+            for known in filter(None, map(self._log.get, ticks)):
+                self._take_from_tier(incident, known)
+        self._log.add(info)
+        self._dispatch(info, list(firings))
+
     def drain(self, timeout_s: float) -> bool:
         """Pump until everything was handed to the writer or ``timeout_s`` passed; waits. For the end of a run."""
         deadline = time.monotonic() + timeout_s
@@ -285,24 +313,41 @@ class Flusher:
         num_complete = self._ring.iterations - (0 if info.partial else 1)  # before the iteration of the firing
         for tick in range(info.tick - num_complete, info.tick + 1):
             self._add_tick(incident, tick)
+        self._add_older(incident, info.tick - num_complete)
         incident.to_stage.sort(reverse=True)  # the faulty iteration first, then backwards
 
     def _count(self, firing: Firing, tick: int) -> None:
         self._limits.count(self._rule_index[firing.rule], tick, firing.severity)
 
     def _add_tick(self, incident: _Incident, tick: int) -> None:
-        info = self._log.get(tick)
+        is_safe = tick in self._slot_of and tick in self._held  # else the slot may be overwritten before it is staged
+        kept = None if self._tier is None or is_safe else self._tier.get(tick)
+        info = self._log.get(tick) if kept is None else kept.info
         if info is None:  # before the first iteration
             return
-        self._send_iteration(incident, info, self._view_of(tick))
+        self._send_iteration(incident, info, self._view_of(tick), kept)
         if info.left_out:
             incident.blind.append((info.attempt, info.iteration, NOT_IN_TURN, "", info.left_out))
-        if tick in self._slot_of:
+        if tick in self._slot_of and kept is None:
             incident.to_stage.append(tick)
             self._held.add(tick)
             return
-        reason = "no slot holds this iteration any more: all were in use by an earlier incident"
-        incident.blind.append((info.attempt, info.iteration, "", "", reason))
+        self._take_from_tier(incident, info)
+
+    def _add_older(self, incident: _Incident, before: int) -> None:
+        """Tell the iterations of the host tier from before the tick ``before``, and as many as the ring's are lost."""
+        if self._tier is None:
+            return
+        lost = 0 if self._readable else sum(self._tier.get(tick) is None for tick in incident.ticks)
+        for tick in self._tier.choose(before, incident.trigger_tick, lost):
+            self._add_tick(incident, tick)
+
+    def _take_from_tier(self, incident: _Incident, info: TickInfo) -> None:
+        """No slot has this iteration: the writer finds it in the host tier, or it is blind."""
+        if self._tier is not None and self._tier.get(info.tick) is not None:
+            self._tier.hold(incident.number, info.tick)
+        else:
+            incident.blind.append((info.attempt, info.iteration, "", "", self._why_lost))
 
     def _may_be_needed(self, tick: int) -> bool:
         return any(not i.facts_ended and i.trigger_tick < tick <= i.end_tick for i in self._incidents)
@@ -328,10 +373,15 @@ class Flusher:
             if incident.facts_ended:
                 self._end_facts(incident)
 
-    def _send_iteration(self, incident: _Incident, info: TickInfo, view: VerdictView | None) -> None:
+    def _send_iteration(
+        self, incident: _Incident, info: TickInfo, view: VerdictView | None, kept: HostIteration | None = None
+    ) -> None:
         self.post_tables()
-        layout_ids = np.asarray(self._ring.index(info.tick).layout_ids, dtype=np.int32)
-        statistics = rows_of(view, self._ring.layouts, layout_ids)
+        if kept is None:
+            layout_ids = np.asarray(self._ring.index(info.tick).layout_ids, dtype=np.int32)
+            statistics = rows_of(view, self._ring.layouts, layout_ids)
+        else:
+            layout_ids, statistics = kept.layout_ids, kept.statistics
         for start in range(0, max(len(layout_ids), 1), RECORDS_PER_MESSAGE):
             part = slice(start, start + RECORDS_PER_MESSAGE)
             self._post(
@@ -348,6 +398,8 @@ class Flusher:
                     metrics=info.metrics,
                     facts=info.facts,
                     random_states=info.random_states() if start == 0 else None,
+                    tier="ring" if kept is None else "host",
+                    landmark=self._tier.landmark(info.tick, incident.trigger_tick) if kept and self._tier else 0,
                 )
             )
         incident.ticks.append(info.tick)
@@ -355,6 +407,8 @@ class Flusher:
     def _end_facts(self, incident: _Incident) -> None:
         incident.facts_ended = True
         blind = [(-1, -1, layer, tensor, reason) for (layer, tensor), reason in self._notes.items()]
+        if self._tier is not None and (told := self._tier.told()):
+            blind.append((-1, -1, "", "host tier", told))
         self._post(messages.facts_end(incident.number, blind=[*incident.blind, *blind], trigger=incident.primary))
         incident.blind = []  # told; what comes later goes with the end
 
@@ -363,13 +417,19 @@ class Flusher:
         for message in received:
             if message.kind == "incident_done":
                 self.done = [*self.done[-99:], dict(message.header)]
+                self._release_tier(message.header.get("incident"))
                 logger.info("flightrec: incident complete: %s", message.header.get("path"))
             elif message.kind == "error":
                 logger.error("flightrec: an incident could not be written: %s", message.header.get("message"))
                 self._forget(message.header.get("incident"))
         return bool(received)
 
+    def _release_tier(self, number: object) -> None:
+        if self._tier is not None:
+            self._tier.release(number)
+
     def _forget(self, number: object) -> None:
+        self._release_tier(number)
         self._incidents = [incident for incident in self._incidents if incident.number != number]
         for job in self._jobs:
             if job.incident.number == number:

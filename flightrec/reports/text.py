@@ -143,8 +143,20 @@ def _head(document: Mapping[str, Any], console: Console) -> None:
     num_records = sum(rank["num_records"] for rank in ranks)
     megabytes = sum(rank["bytes"] for rank in ranks) / 1e6
     line(console, f"{span}, {num_records} records, {megabytes:.1f} MB of tensors")
+    for words in _host_tier(iterations):
+        line(console, words, "dim")
     if about["ended"]:
         line(console, f"ended early: {clean(about['ended'])}", "yellow")
+
+
+def _host_tier(iterations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Tell which iterations came from the host tier, and which are landmarks."""
+    older = [entry["iteration"] for entry in iterations if entry["tier"] == "host" and not entry["landmark"]]
+    if older:
+        yield f"from the host tier: {len(older)} of them, iterations {older[0]} to {older[-1]}"
+    for entry in iterations:
+        if entry["landmark"]:
+            yield f"landmark: iteration {entry['iteration']}, about {entry['landmark']} before the fault"
 
 
 def _fired(document: Mapping[str, Any], console: Console) -> None:

@@ -65,6 +65,8 @@ class IterationFacts:
         metrics: values given to ``step(metrics=...)`` and other small facts; anything, unknown types become text.
         facts: ``step_time_s``, ``data_time_s``, ``optimizer``, ``data``: columns of ``/iterations``.
         random_states: random number generators as they were when the iteration began, by name: uint8 [n].
+        tier: ``ring``, or ``host``: it was in no slot of the device's ring any more and came from the host tier.
+        landmark: the age in iterations that it stands for as a landmark, 0 if it is none.
     """
 
     attempt: int
@@ -79,6 +81,8 @@ class IterationFacts:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     random_states: Mapping[str, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    tier: str = "ring"
+    landmark: int = 0
 
     def record_paths(self) -> list[str]:
         """Group of each record in the tensors file, empty text for records without bytes; parallel to ``layouts``."""

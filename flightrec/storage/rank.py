@@ -44,6 +44,8 @@ class Iteration:
         loss_scale: the metric of this name.
         optimizer: class, and settings of each group of parameters; scheduler.
         data: single values given to ``microbatch(data=...)``, by name and microbatch.
+        tier: ``ring``, or ``host``: it came from the host tier.
+        landmark: the age in iterations that it stands for as a landmark, 0 for none.
     """
 
     attempt: int
@@ -60,6 +62,8 @@ class Iteration:
     loss_scale: float | None = None
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     data: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+    tier: str = "ring"
+    landmark: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,7 @@ class Rank:
                     num_records=int(row["num_records"]),
                     metrics=text.from_json_text(self.names[row["metrics"]]) or {},
                     **(self._later_columns(row) if "optimizer" in (rows.dtype.names or ()) else {}),
+                    **(_tier_columns(row) if "tier" in (rows.dtype.names or ()) else {}),
                 )
                 for row in rows
             ]
@@ -377,3 +382,8 @@ def _blind(rows: npt.NDArray[np.void], names: list[str]) -> list[Blind]:
             yield Blind(int(row["attempt"]), int(row["iteration"]), *texts)
 
     return list(entries())
+
+
+def _tier_columns(row: Any) -> dict[str, Any]:
+    """What ``/iterations`` has since format 1.3."""
+    return {"tier": row["tier"].decode("ascii"), "landmark": int(row["landmark"])}

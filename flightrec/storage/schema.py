@@ -13,7 +13,7 @@ from flightrec.records import Statistic
 FORMAT = "flightrec-incident"
 """Attribute ``format`` of every file of an incident."""
 
-FORMAT_VERSION = "1.2"
+FORMAT_VERSION = "1.3"
 """Attribute ``format_version``: a reader takes every file of its own major version; minor versions only add."""
 
 LIBVER = ("earliest", "v110")
@@ -104,6 +104,9 @@ ITERATION = np.dtype(
         ("loss_scale", "<f8"),  # the metric of this name
         ("optimizer", TEXT_ID),  # JSON object, empty for none
         ("data", TEXT_ID),  # JSON object, empty for none
+        # since 1.3:
+        ("tier", "S8"),  # ring, or host: from the host tier
+        ("landmark", "<i4"),  # the age that it stands for, 0 for no landmark
     ]
 )
 

@@ -248,6 +248,8 @@ def _iteration_rows(
             table.add_json(facts.metrics) if facts.metrics else 0,
             *(_number(source.get(name)) for source, name in _numbers_of(facts)),
             *(table.add_json(facts.facts[name]) if facts.facts.get(name) else 0 for name in ("optimizer", "data")),
+            facts.tier,
+            facts.landmark,
         )
         for facts, first in zip(iterations, first_records, strict=True)
     ]

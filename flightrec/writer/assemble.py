@@ -19,7 +19,9 @@ from typing import Any
 from flightrec.records import RecordLayout
 from flightrec.storage.facts import Blind
 from flightrec.writer import folders, launch
+from flightrec.writer.from_host import write_missing
 from flightrec.writer.history import HistoryMemory
+from flightrec.writer.host_memory import HostMemory
 from flightrec.writer.incident import NEVER_ARRIVED, Incident, Payload, RunFacts
 from flightrec.writer.shared import Message
 
@@ -36,6 +38,7 @@ class Assembler:
         staging: the staging arena.
         tell: sends an answer (kind, header) to the trainer.
         history: statistics of past iterations, if the trainer keeps any.
+        host: the host tier, if there is one.
     """
 
     def __init__(
@@ -43,9 +46,11 @@ class Assembler:
         staging: memoryview,
         tell: Callable[[str, dict[str, Any]], None],
         history: HistoryMemory | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self._staging = staging
         self._history = history
+        self._host = host
         self._tell = tell
         self._run = RunFacts(Path(), {})
         self._incidents: dict[int, Incident] = {}
@@ -206,6 +211,8 @@ class Assembler:
 
     def _finish(self, incident: Incident, reason: str = NEVER_ARRIVED) -> None:
         """Commit and forget it; with an error that is told first (facts and index stand, the tensors do not)."""
+        if self._host is not None:
+            write_missing(incident, self._host)
         answer = incident.finish(reason)
         self._incidents.pop(incident.number, None)
         if incident.error:

@@ -25,6 +25,7 @@ from flightrec.errors import WriterError
 from flightrec.writer import launch, shared
 from flightrec.writer.arena import Arena
 from flightrec.writer.history import HistoryMemory
+from flightrec.writer.host_memory import HostMemory
 from flightrec.writer.shared import DamagedMessageError, Message, SharedMemory
 
 logger = logging.getLogger("flightrec")
@@ -49,13 +50,20 @@ class WriterClient:
         mode: ``process`` or ``thread``.
         pid: the writer's process, or our own in thread mode.
         history: statistics of past iterations that the writer reads, if there are any; the caller's.
+        host: the host tier, which the writer reads, if there is one; the caller's.
     """
 
     def __init__(
-        self, memory: SharedMemory, doorbell: socket.socket, mode: Mode, history: HistoryMemory | None = None
+        self,
+        memory: SharedMemory,
+        doorbell: socket.socket,
+        mode: Mode,
+        history: HistoryMemory | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self.mode: Mode = mode
         self.history = history
+        self.host = host
         self.pid = os.getpid()
         self._memory = memory
         self._doorbell: socket.socket | None = doorbell
@@ -81,6 +89,7 @@ class WriterClient:
         mode: Mode = "process",
         disk_quota_bytes: int | None = None,
         history: HistoryMemory | None = None,
+        host: HostMemory | None = None,
         inbox_bytes: int = shared.INBOX_BYTES,
         outbox_bytes: int = shared.OUTBOX_BYTES,
     ) -> WriterClient:
@@ -93,6 +102,7 @@ class WriterClient:
             mode: ``process``, or ``thread`` where none can be started (it slows the trainer, and dies with it).
             disk_quota_bytes: bytes that the run's incidents may take in ``directory``.
             history: statistics of past iterations, which the writer reads when an incident opens; stays the caller's.
+            host: the host tier, whose iterations it takes when an incident ends; stays the caller's.
             inbox_bytes: ring for messages to the writer: the largest message must fit.
             outbox_bytes: ring for messages from the writer.
 
@@ -109,7 +119,7 @@ class WriterClient:
                 f"no shared memory of {staging_bytes} bytes for the writer: {error}; lower incident.staging_memory"
             ) from error
         ours.setblocking(False)
-        client = cls(memory, ours, mode, history)
+        client = cls(memory, ours, mode, history, host)
         header = {
             "directory": os.path.abspath(os.fspath(directory)),
             "identity": dict(identity),
@@ -130,8 +140,9 @@ class WriterClient:
         except (AttributeError, OSError):
             pidfd = -1  # the writer then watches its parent's number
         history_fd = -1 if self.history is None else self.history.fd
-        fds = [fd for fd in (self._memory.fd, theirs.fileno(), pidfd, history_fd) if fd >= 0]
-        numbers = (self._memory.fd, theirs.fileno(), pidfd, os.getpid(), history_fd)
+        host_fd = -1 if self.host is None else self.host.fd
+        fds = [fd for fd in (self._memory.fd, theirs.fileno(), pidfd, history_fd, host_fd) if fd >= 0]
+        numbers = (self._memory.fd, theirs.fileno(), pidfd, os.getpid(), history_fd, host_fd)
         try:
             self._process = subprocess.Popen(
                 launch.command("flightrec.writer.process", *map(str, numbers)),
@@ -158,7 +169,7 @@ class WriterClient:
     def _start_thread(self, theirs: socket.socket) -> None:
         from flightrec.writer import process  # h5py and numpy: only a writer needs them
 
-        loop = process.WriterLoop(self._memory, theirs, history=self.history)
+        loop = process.WriterLoop(self._memory, theirs, history=self.history, host=self.host)
         self._thread = threading.Thread(target=loop.run_in_thread, name="flightrec-writer", daemon=True)
         self._thread.start()
 
@@ -336,6 +347,8 @@ class WriterClient:
         self._memory.close()
         if self.history is not None:
             self.history.close()
+        if self.host is not None:
+            self.host.close()
         if self._process is not None:
             self._process.returncode = 0  # not our child: never wait for it, never warn about it
         if self._log_fd >= 0:

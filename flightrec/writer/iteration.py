@@ -65,6 +65,8 @@ class Iteration:
             metrics=header["metrics"],
             facts=header.get("facts") or {},
             random_states=self.random_states,
+            tier=header["tier"],
+            landmark=header["landmark"],
         )
         self.first_record = first_record
         self.paths = facts.record_paths()

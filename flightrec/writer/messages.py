@@ -140,6 +140,8 @@ def iteration(
     metrics: Mapping[str, float] | None = None,
     facts: Mapping[str, Any] | None = None,
     random_states: Mapping[str, npt.NDArray[np.uint8]] | None = None,
+    tier: str = "ring",
+    landmark: int = 0,
 ) -> Outgoing:
     """One recorded iteration: which records it has, in sequence order, and their statistics.
 
@@ -159,6 +161,8 @@ def iteration(
         metrics: further numbers of this iteration.
         facts: as ``storage.facts.IterationFacts`` has them.
         random_states: likewise, uint8 [n] each.
+        tier: likewise.
+        landmark: likewise.
     """
     states = dict(random_states or {})
     ids = np.ascontiguousarray(layout_ids, dtype=np.int32)
@@ -177,6 +181,8 @@ def iteration(
         "metrics": dict(metrics or {}),
         "facts": dict(facts or {}),
         "random_states": list(states),
+        "tier": tier,
+        "landmark": landmark,
     }
     return "iteration", header, (ids, rows, *(np.ascontiguousarray(state, dtype=np.uint8) for state in states.values()))
 

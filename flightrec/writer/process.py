@@ -26,6 +26,7 @@ from typing import Any
 from flightrec.writer import shared
 from flightrec.writer.assemble import Assembler
 from flightrec.writer.history import HistoryMemory
+from flightrec.writer.host_memory import HostMemory
 from flightrec.writer.shared import DamagedMessageError, Message, SharedMemory
 
 logger = logging.getLogger("flightrec.writer")
@@ -49,6 +50,7 @@ class WriterLoop:
         trainer_fd: pidfd of the trainer, -1 for none.
         trainer_pid: its number, to compare with our parent's where there is no pidfd; 0 in the trainer's own process.
         history: statistics of past iterations.
+        host: the host tier, if there is one.
     """
 
     def __init__(
@@ -58,13 +60,14 @@ class WriterLoop:
         trainer_fd: int = -1,
         trainer_pid: int = 0,
         history: HistoryMemory | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         self._memory = memory
         self._doorbell = doorbell
         self._trainer_fd = trainer_fd
         self._trainer_pid = trainer_pid
         self._answers: deque[list[bytes | memoryview]] = deque()
-        self._assembler = Assembler(memory.staging, self._tell, history)
+        self._assembler = Assembler(memory.staging, self._tell, history, host)
         self._stop = False
         self._poller = select.poll()
         self._poller.register(doorbell, select.POLLIN)
@@ -163,16 +166,17 @@ class WriterLoop:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the writer process: memory, socket, pidfd or -1, the trainer's number, history memory or -1."""
+    """Run the writer process: memory, socket, pidfd or -1, the trainer's number, history or -1, host tier or -1."""
     for name in _IGNORED_SIGNALS:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     faulthandler.enable()
     logging.basicConfig(format="%(asctime)s %(message)s")
     _lower_priority()
-    memory_fd, socket_fd, trainer_fd, trainer_pid, history_fd = map(int, arguments)
+    memory_fd, socket_fd, trainer_fd, trainer_pid, history_fd, host_fd = map(int, arguments)
     memory = SharedMemory.attach(memory_fd)
     history = HistoryMemory.attach(history_fd) if history_fd >= 0 else None
-    WriterLoop(memory, socket.socket(fileno=socket_fd), trainer_fd, trainer_pid, history).run()
+    host = HostMemory.attach(host_fd) if host_fd >= 0 else None
+    WriterLoop(memory, socket.socket(fileno=socket_fd), trainer_fd, trainer_pid, history, host).run()
     return 0
 
 
