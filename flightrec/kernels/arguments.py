@@ -25,18 +25,17 @@ _CODES = sum(1 << column for column in (8, 9, 10, 11, 12, Statistic.QUANTIZED_LA
 class Part:
     """One launch of the kernel: a record's values, codes or both. With the codes goes all that belongs to them."""
 
-    __slots__ = ("_launch", "_places", "_with_values")
+    __slots__ = ("_launch", "_places")
 
     def __init__(self, known: Known, *, with_values: bool, with_codes: bool) -> None:
-        plan, parts = known.plan, known.parts
+        plan = known.plan
         x = known.x if with_values else None
         codes = known.codes if with_codes else None
-        self._with_values = x is not None
-        self._places: list[tuple[int, int]] = []
-        """(argument, part) of each part that the kernel reads."""
+        self._places: list[tuple[int, int]] = [] if x is None else [(0, 0)]
+        """(argument, tensor) of each tensor that the kernel reads: the values are 0, parts count from 1."""
         if with_codes:
             read = [plan.codes, plan.scale, known.other, known.more, plan.history, plan.amax, *known.small]
-            self._places = [(place, at) for place, at in enumerate(read, start=1) if at >= 0]
+            self._places += [(place, at + 1) for place, at in enumerate(read, start=1) if at >= 0]
         kind = "values" if codes is None else "codes" if x is None else "pair_in_blocks" if known.grid else "pair"
         num_warps, unroll, programs_an_sm = SIZES[kind]
         rows = 32 * num_warps
@@ -71,27 +70,48 @@ class Part:
 
     def __call__(
         self,
-        x: torch.Tensor | None,
-        parts: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor | None],
+        pointers: list[int],
         slot: torch.Tensor,
         tick: torch.Tensor,
         valid_rows: int | torch.Tensor | None,
+        stream: int,
         captures: bool,
     ) -> None:
-        """Queue it on the current stream; ``captures``: into a graph."""
-        dynamic: list[torch.Tensor | int | None] = [None, *_NO_PARTS, slot, tick, None, 0]
-        if self._with_values:
-            dynamic[0] = x
+        """Queue it on the current stream; ``captures``: into a graph. ``tensors``: values and parts; their places."""
+        if not self._launch.is_ready:
+            self._first(tensors, slot, tick, valid_rows, stream, captures)
+            return
+        given = [pointers[at] for _, at in self._places]
+        given += (slot.data_ptr(), tick.data_ptr())
+        if valid_rows is None:
+            given.append(0)
+        elif isinstance(valid_rows, int):
+            given.append(valid_rows)
+        else:
+            given += (valid_rows.data_ptr(), 0)
+        self._launch.again(given, stream, captures)
+
+    def _first(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        slot: torch.Tensor,
+        tick: torch.Tensor,
+        valid_rows: int | torch.Tensor | None,
+        stream: int,
+        captures: bool,
+    ) -> None:
+        dynamic: list[torch.Tensor | int | None] = [*_NO_TENSORS, slot, tick, None, 0]
         for place, at in self._places:
-            dynamic[place] = parts[at]
+            dynamic[place] = tensors[at]
         if isinstance(valid_rows, torch.Tensor):
             dynamic[-2] = valid_rows
         elif valid_rows is not None:
             dynamic[-1] = valid_rows
-        self._launch(dynamic, captures)
+        self._launch.first(dynamic, stream, captures)
 
 
-_NO_PARTS = [None] * (6 + finishing.MAX_SMALL)
+_NO_TENSORS = [None] * (7 + finishing.MAX_SMALL)
 
 
 def copying(target: torch.Tensor, part: torch.Tensor) -> Launch | None:
@@ -103,7 +123,9 @@ def copying(target: torch.Tensor, part: torch.Tensor) -> Launch | None:
     rows = 32 * num_warps
     num = num_programs(-(-num_bytes // (16 * rows * unroll)), programs_an_sm, target.device)
     static = [target, target.stride(0) * target.dtype.itemsize // 16, num_bytes // 4]
-    return Launch(fused.copy_pass, num, target.device, static, {"ROWS": rows, "UNROLL": unroll}, num_warps)
+    return Launch(
+        fused.copy_pass, num, target.device, static, {"ROWS": rows, "UNROLL": unroll}, num_warps, has_scratch=False
+    )
 
 
 def _present(

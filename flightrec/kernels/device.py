@@ -11,9 +11,7 @@ A kernel that cannot be compiled or launched (no compiler on the machine) ends t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,7 +19,7 @@ from flightrec.hosthooks import describe
 from flightrec.kernels import reference
 from flightrec.kernels.arguments import Part, copying
 from flightrec.kernels.known import Known
-from flightrec.kernels.launch import Launch
+from flightrec.kernels.launch import Launch, stream_of
 from flightrec.kernels.plan import CapturePlan, Destination
 
 _PREPARED = -1
@@ -43,11 +41,14 @@ def capture(
     """Copy a record into its slot and write its statistics row and stamp: see ``reference.capture``."""
     if not _gave_up:
         try:
+            tensors = (high_precision, *parts)
             prepared: Prepared | None = destination.cache.get(_PREPARED)
-            if prepared is None or not prepared.fits(plan, high_precision, parts, valid_rows):
+            places = None if prepared is None else prepared.places_of(plan, tensors, valid_rows)
+            if prepared is None or places is None:
                 prepared = prepare(plan, destination, high_precision, parts, valid_rows)
-            if prepared.is_known:
-                prepared(high_precision, parts, slot, tick, valid_rows)
+                places = prepared.places_of(plan, tensors, valid_rows)
+            if prepared.is_known and places is not None:
+                prepared(tensors, places, slot, tick, valid_rows)
                 return
         except Exception as error:
             _give_up(error)
@@ -63,7 +64,7 @@ def prepare(
 ) -> Prepared:
     """What all records like this one need, kept on ``destination``; launches and compiles nothing.
 
-    The result may be called in the place of ``capture`` as long as ``fits`` says so and ``is_known`` is true.
+    The result may be called in the place of ``capture`` as long as ``places_of`` finds places and ``is_known`` is true.
     """
     prepared = Prepared(plan, destination, high_precision, parts, valid_rows)
     destination.cache[_PREPARED] = prepared
@@ -106,7 +107,7 @@ class Prepared:
         is_known: the kernels know such records; otherwise there is nothing to call.
     """
 
-    __slots__ = ("_device", "_launches", "_others", "_plan", "_signature", "_valid_rows", "is_known")
+    __slots__ = ("_device", "_is_cuda", "_launches", "_layouts", "_others", "_plan", "_valid_rows", "is_known")
 
     def __init__(
         self,
@@ -117,7 +118,8 @@ class Prepared:
         valid_rows: int | torch.Tensor | None,
     ) -> None:
         self._plan, self._device, self._valid_rows = plan, destination.stamp.device, _kind_of(valid_rows)
-        self._signature = [_layout_of(tensor) for tensor in (x, *parts)]
+        self._is_cuda = self._device.type == "cuda"
+        self._layouts = [_layout_of(tensor) for tensor in (x, *parts)]
         self._launches: list[Part] = []
         self._others: list[tuple[int, torch.Tensor, Launch | None]] = []
         known = Known(plan, destination, x, parts, valid_rows)
@@ -132,68 +134,84 @@ class Prepared:
             assert target is not None
             self._others.append((at, target, copying(target, parts[at])))
 
-    def fits(
-        self,
-        plan: CapturePlan,
-        x: torch.Tensor | None,
-        parts: Sequence[torch.Tensor],
-        valid_rows: int | torch.Tensor | None,
-    ) -> bool:
-        """Whether these tensors lie as those did that it was made for."""
-        signature = self._signature
-        if plan is not self._plan or len(parts) + 1 != len(signature) or _kind_of(valid_rows) != self._valid_rows:
-            return False
-        if x is None:
-            if signature[0] is not None:
-                return False
-        elif not _is_like(x, signature[0]):
-            return False
-        return all(map(_is_like, parts, signature[1:]))
+    def places_of(
+        self, plan: CapturePlan, tensors: Sequence[torch.Tensor | None], valid_rows: int | torch.Tensor | None
+    ) -> list[int] | None:
+        """Where values and parts lie, 0 for what is absent; None if not as those did that it was made for."""
+        layouts = self._layouts
+        if plan is not self._plan or len(tensors) != len(layouts) or _kind_of(valid_rows) is not self._valid_rows:
+            return None
+        places = []
+        for tensor, layout in zip(tensors, layouts, strict=True):
+            if tensor is None or layout is None:
+                if tensor is not None or layout is not None:
+                    return None
+                places.append(0)
+                continue
+            dtype, shape, stride, below, may_be_negative = layout
+            place = tensor.data_ptr()
+            if (
+                tensor.dtype is not dtype
+                or tensor.shape != shape
+                or place & below
+                or (not tensor.is_contiguous() if stride is None else tensor.stride() != stride)
+                or (may_be_negative and tensor.is_neg())
+            ):
+                return None
+            places.append(place)
+        return places
 
     def __call__(
         self,
-        x: torch.Tensor | None,
-        parts: Sequence[torch.Tensor],
+        tensors: Sequence[torch.Tensor | None],
+        places: list[int],
         slot: torch.Tensor,
         tick: torch.Tensor,
         valid_rows: int | torch.Tensor | None = None,
     ) -> None:
-        """Queue the record on the current stream."""
+        """Queue the record on the current stream: ``tensors`` are the values, or None, and the parts."""
         device = self._device
-        is_cuda = device.type == "cuda"
-        with _ON_IT if not is_cuda or device.index == torch.cuda.current_device() else torch.cuda.device(device):
-            captures = is_cuda and torch.cuda.is_current_stream_capturing()
-            for launch in self._launches:
-                launch(x, parts, slot, tick, valid_rows, captures)
-            for at, target, copy in self._others:
-                if copy is None:
-                    reference.copy_one(target, parts[at], slot)
-                else:
-                    copy([parts[at], slot], captures)
+        if self._is_cuda and device.index != _current_device():
+            with torch.cuda.device(device):
+                self._queue(tensors, places, slot, tick, valid_rows)
+        else:
+            self._queue(tensors, places, slot, tick, valid_rows)
+
+    def _queue(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        places: list[int],
+        slot: torch.Tensor,
+        tick: torch.Tensor,
+        valid_rows: int | torch.Tensor | None,
+    ) -> None:
+        stream = stream_of(self._device)
+        captures = self._is_cuda and torch.cuda.is_current_stream_capturing()
+        for launch in self._launches:
+            launch(tensors, places, slot, tick, valid_rows, stream, captures)
+        for at, target, copy in self._others:
+            part = tensors[at + 1]
+            assert part is not None
+            if copy is None:
+                reference.copy_one(target, part, slot)
+            elif copy.is_ready:
+                copy.again([places[at + 1], slot.data_ptr()], stream, captures)
+            else:
+                copy.first([part, slot], stream, captures)
 
 
-_ON_IT = nullcontext()
-_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...], bool]
+_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
+_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, int, bool]
 
 
 def _layout_of(tensor: torch.Tensor | None) -> _Layout | None:
+    """Type, shape, strides unless contiguous, bits of the address that are 0, whether a view may negate it."""
     if tensor is None:
         return None
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
-
-
-def _is_like(tensor: torch.Tensor, layout: _Layout | None) -> bool:
-    if layout is None:
-        return False
-    dtype, shape, stride, aligned = layout
-    return (
-        tensor.dtype is dtype
-        and tensor.shape == shape
-        and tensor.stride() == stride
-        and (tensor.data_ptr() % 16 == 0 or not aligned)
-        and not tensor.is_neg()
-    )
+    stride = None if tensor.is_contiguous() else tensor.stride()
+    below = 0 if tensor.data_ptr() % 16 else 15
+    return tensor.dtype, tensor.shape, stride, below, tensor.dtype in (torch.float16, torch.float32)
 
 
 def _kind_of(valid_rows: int | torch.Tensor | None) -> object:
-    return valid_rows.dtype if isinstance(valid_rows, torch.Tensor) else valid_rows is None
+    return valid_rows.dtype if isinstance(valid_rows, torch.Tensor) else type(valid_rows)

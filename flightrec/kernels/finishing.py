@@ -118,7 +118,7 @@ def _are_maxima(columns):
 
 @triton.jit
 def _joined(rows_ptr, num_rows, columns, wanted, GROUP: tl.constexpr):
-    """``num_rows`` partial rows, ``GROUP`` at most, as one; other programs wrote them, so not from this core's cache."""
+    """``num_rows`` partial rows, ``GROUP`` at most, as one; others wrote them, so not from this core's cache."""
     row = tl.arange(0, GROUP)[:, None]
     given = (row < num_rows) & wanted[None, :]
     place = rows_ptr + row * WIDTH + columns[None, :]
@@ -131,8 +131,10 @@ def _joined(rows_ptr, num_rows, columns, wanted, GROUP: tl.constexpr):
 def join(
     scratch_ptr, counters_ptr, row_ptr, stamp_ptr, tick_ptr, present, owned, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Count this program in; the last one writes the columns ``owned`` of the row, NaN where not ``present``, and the
-    stamp. ``scratch_ptr``: a partial row for each program, then one for each group."""
+    """Count this program in; the last one writes the stamp and the columns ``owned`` of the row, NaN if not ``present``.
+
+    ``scratch_ptr``: a partial row for each program, then one for each group.
+    """
     program = tl.program_id(0)
     num = tl.num_programs(0)
     columns = tl.arange(0, WIDTH)

@@ -42,7 +42,7 @@ def _put_values(out, numel, nonzero, nan, positive, negative, amax, total, squar
 
 
 @triton.jit
-def _put_codes(out, numel, nonzero, first, second, third, CODES: tl.constexpr, RANGE: tl.constexpr):
+def _put_codes(out, numel, nonzero, first, second, third, RANGE: tl.constexpr):
     finishing.put(out, 8, numel)
     finishing.put(out, 9, third)
     finishing.put(out, 10, second - third)
@@ -132,10 +132,14 @@ def record_pass(
         x_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         if COPY_X:
             x_copy_ptr = x_copy_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * x_stride * 4
+        else:
+            x_copy_ptr = x_ptr  # not written
     if CODES >= 0:
         codes_ptr = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         if COPY_CODES:
             codes_copy_ptr = codes_copy_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * codes_stride * 4
+        else:
+            codes_copy_ptr = codes_ptr
     if PAIR:
         (
             nonzero, amax, total, squares, code_nonzero, first, second, third, under, errors, largest,
@@ -180,16 +184,16 @@ def record_pass(
             )
         _put_values(out, x_mine, nonzero, nan, positive, negative, amax, total, squares)
     if CODES >= 0:
-        _put_codes(out, codes_mine, code_nonzero, first, second, third, CODES, RANGE)
+        _put_codes(out, codes_mine, code_nonzero, first, second, third, RANGE)
     finishing.join(
         scratch_ptr, counters_ptr, row_ptr + slot * row_stride, stamp_ptr + slot * stamp_stride, tick_ptr, present,
         owned, GROUP,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["slot_ptr", "scratch_ptr", "counters_ptr", "stride", "n"])
+@triton.jit(do_not_specialize=["slot_ptr", "stride", "n"])
 def copy_pass(
-    from_ptr, slot_ptr, scratch_ptr, counters_ptr, to_ptr, stride: tl.int64, n: tl.int64, ROWS: tl.constexpr,
+    from_ptr, slot_ptr, to_ptr, stride: tl.int64, n: tl.int64, ROWS: tl.constexpr,
     UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Copy ``n`` words of four bytes into a slot whose stride is ``stride`` times 16 bytes."""

@@ -180,6 +180,7 @@ def _grid(scale: torch.Tensor, shape: Sequence[int], block_shape: Sequence[int])
 
 
 def elements_a_row(tensor: torch.Tensor) -> int:
+    """Elements of one index of dimension 0."""
     return tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1
 
 
@@ -189,6 +190,7 @@ def is_aligned(target: torch.Tensor) -> bool:
 
 
 def is_simple(tensor: torch.Tensor, multiple: int) -> bool:
+    """Whether it is dense, aligned to 16 bytes, and has a number of elements that ``multiple`` divides."""
     return (
         tensor.numel() > 0
         and tensor.numel() % multiple == 0

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from flightrec.kernels.passes import (
     as_halves,
-    at_least,
     join_codes,
     join_values,
     lanes_of,
@@ -287,8 +286,10 @@ def _join_words(low, high, bad, low_2, high_2, bad_2):
 def words_pass(
     words_ptr, rows, columns, row_stride, column_stride, copy_ptr, slot, slot_stride, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The float32 words of a scale, of any strides in two dimensions: less the smallest, the largest, how many are not
-    finite; their copy."""
+    """A scale's float32 words, of any strides in two dimensions: less the smallest, the largest, how many not finite.
+
+    And their copy.
+    """
     n = rows * columns
     if copy_ptr is not None:
         copy_ptr += slot * slot_stride
