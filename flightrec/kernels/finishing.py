@@ -131,7 +131,7 @@ def _joined(rows_ptr, num_rows, columns, wanted, GROUP: tl.constexpr):
 def join(
     scratch_ptr, counters_ptr, row_ptr, stamp_ptr, tick_ptr, present, owned, GROUP: tl.constexpr
 ):  # fmt: skip
-    """Count this program in; the last one writes the stamp and the columns ``owned`` of the row, NaN if not ``present``.
+    """Count this program in; the last writes the stamp and the columns ``owned`` of the row, NaN if not ``present``.
 
     ``scratch_ptr``: a partial row for each program, then one for each group.
     """

@@ -4,8 +4,8 @@
 
 Needs a GPU. Each row is the whole capture of one record (bytes, statistics row, stamp) as the recorder does it, and
 ``copy_`` of the same tensors. Both stand in CUDA graphs of several launches each, so that launching does not count, and
-take turns; a figure is the median over rounds, a ratio that of the pairs, with a bootstrapped 95% interval. Host time is
-that of one call outside of a graph, the device keeping up. Prints a Markdown table.
+take turns; a figure is the median over rounds, a ratio that of the pairs, with a bootstrapped 95% interval. Host time
+is that of one call outside of a graph, the device keeping up. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -139,7 +139,9 @@ NAMES = {
 }
 
 
-def works_of(record: Record, slot: torch.Tensor, tick: torch.Tensor) -> list[Callable[[], None]]:
+def works_of(
+    record: Record, slot: torch.Tensor, tick: torch.Tensor, capture: Callable[..., None] = device.capture
+) -> list[Callable[[], None]]:
     """Copying, capturing, and capturing without the bytes."""
     x, parts, plan = record
     tensors = [tensor for tensor in (x, *parts) if tensor is not None]
@@ -153,7 +155,7 @@ def works_of(record: Record, slot: torch.Tensor, tick: torch.Tensor) -> list[Cal
 
     def capturing(keep: bool) -> Callable[[], None]:
         room = destination_for(x, parts, keep)
-        return lambda: device.capture(plan, room, x, parts, slot, tick)
+        return lambda: capture(plan, room, x, parts, slot, tick)
 
     return [copying, capturing(True), capturing(False)]
 
@@ -184,9 +186,7 @@ def main() -> None:
                 row += [f"{statistics.median(took):.1f}", ratio(took, copy)]
             row += [f"{host_time(works[1]):.1f}"]
             if asked.reference:
-                x, parts, plan = record
-                room = destination_for(x, parts, True)
-                slow = turns([lambda room=room: reference.capture(plan, room, x, parts, slot, tick)], 5, 1)[0]
+                slow = turns([works_of(record, slot, tick, reference.capture)[1]], 5, 1)[0]
                 row += [f"{statistics.median(slow):.0f}"]
             print("| " + " | ".join(row) + " |", flush=True)
     assert not device._gave_up
