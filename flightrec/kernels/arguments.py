@@ -13,7 +13,7 @@ from flightrec.kernels.known import CODES, KINDS, Known, elements_a_row, is_alig
 from flightrec.kernels.launch import GROUP, Launch, num_programs
 from flightrec.records import NUM_STATISTICS, Statistic
 
-SIZES = {"values": (4, 4, 8), "codes": (4, 4, 8), "pair": (4, 4, 5), "pair_in_blocks": (4, 2, 6)}
+SIZES = {"values": (8, 2, 4), "codes": (8, 2, 4), "pair": (4, 2, 5), "pair_in_blocks": (4, 1, 8)}
 """(warps, lanes of 16 bytes a thread holds at once, programs an SM), by what a launch looks at: the best of those tried
 on an H200."""
 

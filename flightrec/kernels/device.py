@@ -107,7 +107,18 @@ class Prepared:
         is_known: the kernels know such records; otherwise there is nothing to call.
     """
 
-    __slots__ = ("_device", "_is_cuda", "_launches", "_layouts", "_others", "_plan", "_valid_rows", "is_known")
+    __slots__ = (
+        "_device",
+        "_is_cuda",
+        "_launches",
+        "_layouts",
+        "_num_tensors",
+        "_others",
+        "_plan",
+        "_valid_rows",
+        "_without_values",
+        "is_known",
+    )
 
     def __init__(
         self,
@@ -119,7 +130,8 @@ class Prepared:
     ) -> None:
         self._plan, self._device, self._valid_rows = plan, destination.stamp.device, _kind_of(valid_rows)
         self._is_cuda = self._device.type == "cuda"
-        self._layouts = [_layout_of(tensor) for tensor in (x, *parts)]
+        self._num_tensors, self._without_values = 1 + len(parts), x is None
+        self._layouts = [_layout_of(at, tensor) for at, tensor in enumerate((x, *parts)) if tensor is not None]
         self._launches: list[Part] = []
         self._others: list[tuple[int, torch.Tensor, Launch | None]] = []
         known = Known(plan, destination, x, parts, valid_rows)
@@ -138,28 +150,23 @@ class Prepared:
         self, plan: CapturePlan, tensors: Sequence[torch.Tensor | None], valid_rows: int | torch.Tensor | None
     ) -> list[int] | None:
         """Where values and parts lie, 0 for what is absent; None if not as those did that it was made for."""
-        layouts = self._layouts
-        if plan is not self._plan or len(tensors) != len(layouts) or _kind_of(valid_rows) is not self._valid_rows:
+        if plan is not self._plan or len(tensors) != self._num_tensors or _kind_of(valid_rows) is not self._valid_rows:
             return None
-        places = []
-        for tensor, layout in zip(tensors, layouts, strict=True):
-            if tensor is None or layout is None:
-                if tensor is not None or layout is not None:
-                    return None
-                places.append(0)
-                continue
-            dtype, shape, stride, below, may_be_negative = layout
-            place = tensor.data_ptr()
+        places = [0] * self._num_tensors
+        for at, dtype, shape, stride, below, may_be_negative in self._layouts:
+            tensor = tensors[at]
+            if tensor is None:
+                return None
+            places[at] = place = tensor.data_ptr()
             if (
                 tensor.dtype is not dtype
-                or tensor.shape != shape
                 or place & below
+                or tensor.shape != shape
                 or (not tensor.is_contiguous() if stride is None else tensor.stride() != stride)
                 or (may_be_negative and tensor.is_neg())
             ):
                 return None
-            places.append(place)
-        return places
+        return places if self._without_values is (tensors[0] is None) else None
 
     def __call__(
         self,
@@ -186,7 +193,7 @@ class Prepared:
         valid_rows: int | torch.Tensor | None,
     ) -> None:
         stream = stream_of(self._device)
-        captures = self._is_cuda and torch.cuda.is_current_stream_capturing()
+        captures = self._is_cuda and _is_capturing()
         for launch in self._launches:
             launch(tensors, places, slot, tick, valid_rows, stream, captures)
         for at, target, copy in self._others:
@@ -201,16 +208,17 @@ class Prepared:
 
 
 _current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
-_Layout = tuple[torch.dtype, torch.Size, tuple[int, ...] | None, int, bool]
+_is_capturing: Callable[[], bool] = (
+    getattr(torch._C, "_cuda_isCurrentStreamCapturing", None) or torch.cuda.is_current_stream_capturing
+)
+_Layout = tuple[int, torch.dtype, torch.Size, tuple[int, ...] | None, int, bool]
 
 
-def _layout_of(tensor: torch.Tensor | None) -> _Layout | None:
-    """Type, shape, strides unless contiguous, bits of the address that are 0, whether a view may negate it."""
-    if tensor is None:
-        return None
+def _layout_of(at: int, tensor: torch.Tensor) -> _Layout:
+    """Its number, type, shape, strides unless contiguous, zero bits of its address, whether a view may negate it."""
     stride = None if tensor.is_contiguous() else tensor.stride()
     below = 0 if tensor.data_ptr() % 16 else 15
-    return tensor.dtype, tensor.shape, stride, below, tensor.dtype in (torch.float16, torch.float32)
+    return at, tensor.dtype, tensor.shape, stride, below, tensor.dtype in (torch.float16, torch.float32)
 
 
 def _kind_of(valid_rows: int | torch.Tensor | None) -> object:

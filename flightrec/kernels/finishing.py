@@ -26,17 +26,17 @@ def copy_words(from_ptr, from_stride, to_ptr, slot, slot_stride, n):
     if from_ptr is not None:
         from_ptr = from_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         to_ptr = to_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * slot_stride
-        for start in range(0, n, 256):
-            at = start + tl.arange(0, 256)
+        for start in range(0, n, 1024):
+            at = start + tl.arange(0, 1024)
             tl.store(to_ptr + at, tl.load(from_ptr + at * from_stride, mask=at < n), mask=at < n)
 
 
 @triton.jit
 def _largest_word(ptr, stride, n):
     """Largest finite of ``n`` float32 words; minus infinity without one."""
-    found = tl.full([256], float("-inf"), tl.float32)
-    for start in range(0, n, 256):
-        at = start + tl.arange(0, 256)
+    found = tl.full([1024], float("-inf"), tl.float32)
+    for start in range(0, n, 1024):
+        at = start + tl.arange(0, 1024)
         words = tl.load(ptr + at * stride, mask=at < n, other=float("-inf"))
         found = tl.maximum(found, tl.where(tl.abs(words) < float("inf"), words, float("-inf")))
     return tl.max(found, axis=0)
@@ -56,8 +56,8 @@ def put(row_ptr, column: tl.constexpr, value):
 
 @triton.jit
 def finish_scale(
-    row_ptr, scale_ptr, other_ptr, history_ptr, history_stride, num_history, more_bad, RANGE: tl.constexpr,
-    MULTIPLY: tl.constexpr, INVERSE: tl.constexpr, mine,
+    row_ptr, scale_ptr, other_ptr, past, more_bad, RANGE: tl.constexpr, MULTIPLY: tl.constexpr,
+    INVERSE: tl.constexpr, HISTORY: tl.constexpr, mine,
 ):  # fmt: skip
     """What a scale of one word tells, for one program to say; the others say nothing."""
     bad = more_bad.to(tl.float64)
@@ -78,13 +78,12 @@ def finish_scale(
             if INVERSE:
                 judged = finite & other_finite & ((word != 0) | (other != 0))
                 inverse = tl.where(judged, tl.abs(word * other - 1.0), 0.0).to(tl.float64)
-        if history_ptr is not None:
-            past = tl.maximum(_largest_word(history_ptr, history_stride, num_history), 0.0)
+        if HISTORY:
             if MULTIPLY:
                 bound = word * RANGE
             else:
                 bound = RANGE / word
-            ratio = _or_absent(past / bound)
+            ratio = _or_absent(tl.maximum(past, 0.0) / bound)
     put(row_ptr, 15, bad)
     put(row_ptr, 19, low)
     put(row_ptr, 20, high)
@@ -94,7 +93,7 @@ def finish_scale(
 
 @triton.jit
 def finish_words(row_ptr, amax_ptr, num_amax, history_ptr, history_stride, num_history, mine):
-    """The quantizer's amax and the largest of past ones, for one program to say."""
+    """The quantizer's amax and the largest of past ones, for one program to say; gives back the latter."""
     amax = tl.full([], float("-inf"), tl.float32)
     past = amax
     if mine:
@@ -104,6 +103,7 @@ def finish_words(row_ptr, amax_ptr, num_amax, history_ptr, history_stride, num_h
             past = _largest_word(history_ptr, history_stride, num_history)
     put(row_ptr, 24, amax)
     put(row_ptr, 25, past)
+    return past
 
 
 @triton.jit

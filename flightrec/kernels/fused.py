@@ -88,8 +88,9 @@ def record_pass(
         finishing.copy_words(part_1, from_1, to_1, slot, stride_1, n_1)
         finishing.copy_words(part_2, from_2, to_2, slot, stride_2, n_2)
         finishing.copy_words(part_3, from_3, to_3, slot, stride_3, n_3)
+    past = tl.full([], float("-inf"), tl.float32)
     if amax_ptr is not None or history_ptr is not None:
-        finishing.finish_words(out, amax_ptr, num_amax, history_ptr, history_stride, num_history, mine)
+        past = finishing.finish_words(out, amax_ptr, num_amax, history_ptr, history_stride, num_history, mine)
     if SCALED:
         if BLOCKS:
             low, high, bad = pairing.words_pass(
@@ -113,8 +114,7 @@ def record_pass(
                     more_stride, ROWS,
                 )  # fmt: skip
             finishing.finish_scale(
-                out, scale_ptr, other_ptr, history_ptr, history_stride, num_history, more_bad, RANGE, MULTIPLY, INVERSE,
-                mine,
+                out, scale_ptr, other_ptr, past, more_bad, RANGE, MULTIPLY, INVERSE, history_ptr is not None, mine
             )  # fmt: skip
     if MASKED:
         if limit_ptr is not None:

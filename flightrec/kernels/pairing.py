@@ -45,12 +45,18 @@ def _place_of(
 
 @triton.jit
 def _decode(code, KIND: tl.constexpr):
-    """The last byte of words (int32) as an FP8 code, float32; NaN and Inf come out finite."""
+    """The last byte of words (int32) as an FP8 code, float32, in units of ``_unit``; NaN and Inf come out finite."""
     if KIND == 0:
-        x = ((code >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        x = ((code >> 4) & -0x78100000).to(tl.float32, bitcast=True)
     else:
-        x = ((code >> 3) & -0x70200000).to(tl.float32, bitcast=True) * 5.192296858534828e33
+        x = ((code >> 3) & -0x70200000).to(tl.float32, bitcast=True)
     return x
+
+
+@triton.jit
+def _unit(KIND: tl.constexpr):
+    unit: tl.constexpr = 1.329227995784916e36 if KIND == 0 else 5.192296858534828e33  # two to the 120, to the 112
+    return unit
 
 
 @triton.jit
@@ -127,13 +133,16 @@ def _look_at_pair(words, codes, factor, inverse, KIND: tl.constexpr, CODES: tl.c
 
 
 @triton.jit
-def _decoding(scale, MULTIPLY: tl.constexpr, RANGE: tl.constexpr):
-    """What to multiply codes with, and one over the largest value that codes can mean: one division a scale."""
+def _decoding(scale, CODES: tl.constexpr, MULTIPLY: tl.constexpr, RANGE: tl.constexpr):
+    """What to multiply codes with, and one over the largest value that codes can mean: one division a scale.
+
+    A scale so large that the first overflows makes the errors infinite, and so the program look again.
+    """
     if MULTIPLY:
-        times = scale
+        times = scale * _unit(CODES)
         over = 1.0 / (scale * RANGE)
     else:
-        times = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        times = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale) * _unit(CODES)
         over = scale * (1.0 / RANGE)
     return times, over
 
@@ -166,7 +175,7 @@ def pair_pass(
     factor = tl.full([1, 1, 1], 1.0, tl.float32)
     if SCALED and not BLOCKS:
         factor = factor * tl.load(factor_ptr)
-    factor, inverse = _decoding(factor, MULTIPLY, RANGE)
+    factor, inverse = _decoding(factor, CODES, MULTIPLY, RANGE)
     step = tl.num_programs(0).to(tl.int64) * LANES
     for start in range(tl.program_id(0).to(tl.int64) * LANES, n, step):
         if start + LANES <= n:
@@ -189,7 +198,7 @@ def pair_pass(
                 row_stride, column_stride,
             )  # fmt: skip
             of_block = tl.load(factor_ptr + place, mask=lane < n, other=1.0)
-            times, over = _decoding(of_block, MULTIPLY, RANGE)
+            times, over = _decoding(of_block, CODES, MULTIPLY, RANGE)
         else:
             times, over = factor, inverse
         a, b, c, d, e, f, g, unsigned = _look_at_pair(words, codes, times, over, KIND, CODES)
@@ -258,7 +267,7 @@ def pair_exactly(
             counts = ((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000) & (x != 0)
             under += (counts & (magnitude == 0)).to(tl.int32)
             zero_scale += (counts & (factor == 0)).to(tl.int32)
-            decoded = _decode(code.to(tl.int32) << 24, CODES)
+            decoded = _decode(code.to(tl.int32) << 24, CODES) * _unit(CODES)
             if MULTIPLY:
                 decoded = decoded * factor
                 bound = factor * RANGE
