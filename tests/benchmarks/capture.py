@@ -1,6 +1,6 @@
 """What capturing one tensor costs on the GPU, beside copying it: device time and host time, medians.
 
-    python tests/benchmarks/capture.py [--rounds 40] [--reference]
+    python tests/benchmarks/capture.py [--rounds 60] [--reference]
 
 Needs a GPU. Each row is the whole capture of one record (bytes, statistics row, stamp) as the recorder does it, and
 ``copy_`` of the same tensors. Both stand in CUDA graphs of several launches each, so that launching does not count, and
@@ -162,7 +162,7 @@ def works_of(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--reference", action="store_true", help="the torch reference too")
     asked = parser.parse_args()
     import triton
