@@ -136,7 +136,9 @@ def destination_for(
 
     def memory(tensor: torch.Tensor) -> torch.Tensor:
         kind = copy_dtype(tensor.dtype)
-        return torch.full((num_planes, *tensor.shape), 7, dtype=kind, device=device)
+        numel = -(-max(tensor.numel(), 1) // 16) * 16  # as in the ring, each place starts at a multiple of 16 bytes
+        planes = torch.full((num_planes, numel), 7, dtype=kind, device=device)
+        return planes[:, : tensor.numel()].view(num_planes, *tensor.shape)
 
     return Destination(
         high_precision=None if high_precision is None else memory(high_precision),

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from kernels_support import bits, run_capture
+from kernels_support import bits, destination_for, run_capture
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-from flightrec.kernels import device, reference  # noqa: E402
+from flightrec.kernels import arguments, device, launch, reference  # noqa: E402
 from flightrec.kernels.plan import CapturePlan  # noqa: E402
 from flightrec.records import Statistic  # noqa: E402
 
@@ -53,17 +52,29 @@ def by_reference(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return calls
 
 
+@pytest.fixture
+def few_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 256 to 512 elements, four programs joined at once: small tensors have many blocks, programs, groups."""
+    monkeypatch.setattr(arguments, "SIZES", {kind: (1, 1, 5 if kind == "values" else 3) for kind in arguments.SIZES})
+    monkeypatch.setattr(arguments, "GROUP", 4)
+    monkeypatch.setattr(launch, "GROUP", 4)
+    monkeypatch.setattr(launch, "_scratch", {})
+
+
 def compare(x, parts, plan, valid_rows=None) -> None:
     wanted, expected = run_capture((_reference, DEVICE), x, parts, plan, valid_rows)
     got, row = run_capture((device.capture, DEVICE), x, parts, plan, valid_rows)
+    assert_same(got, row, wanted, expected)
+
+
+def assert_same(got, row, wanted, expected) -> None:
     for column in Statistic:
         one, two = expected[column], row[column]
         same = one == two or (math.isnan(one) and math.isnan(two)) or math.isclose(one, two, rel_tol=1e-6, abs_tol=1e-5)
         assert same, (column.name, one, two)
-    if x is not None:
-        np.testing.assert_array_equal(bits(got.high_precision), bits(wanted.high_precision))
-    for mine, its in zip(got.parts, wanted.parts, strict=True):
-        np.testing.assert_array_equal(bits(mine), bits(its))
+    for mine, its in zip([got.high_precision, *got.parts], [wanted.high_precision, *wanted.parts], strict=True):
+        if mine is not None or its is not None:
+            np.testing.assert_array_equal(bits(mine), bits(its))
 
 
 _reference = reference.capture  # before a fixture counts it
@@ -147,13 +158,13 @@ def test_a_scale_that_is_no_number(word, by_reference):
 @pytest.mark.parametrize("block_shape", [(1, 128), (128, 128)])
 def test_codes_with_a_scale_a_block(name, block_shape, by_reference):
     """As Transformer Engine holds them: scales transposed and padded, over flattened leading dimensions."""
-    x = spoiled(values(2, 20, 256))
-    padded = torch.rand(2, 44) + 0.1
-    scale = padded.t()[:40] if block_shape[0] == 1 else torch.rand(1, 2) + 0.1
+    x = spoiled(values(2, 3, 256))
+    padded = torch.rand(2, 8) + 0.1
+    scale = padded.t()[:6] if block_shape[0] == 1 else torch.rand(1, 2) + 0.1
     scale[0, 1] = math.inf
     codes = codes_of(x, torch.tensor(0.5), name)
     other = torch.rand(1, 256) + 0.1
-    columnwise = codes.view(40, 256).t()
+    columnwise = codes.view(6, 256).t()
     plan = CapturePlan(codes=0, format=name, pairs=True, scale=1, block_shape=block_shape, scales=((1, "float32"),))
     compare(x, [codes, scale], plan)
     compare(None, [codes, scale], plan)
@@ -190,22 +201,122 @@ def test_what_the_kernels_do_not_know_is_the_references(by_reference):
     assert not by_reference, "a scale a row is known"
 
 
-def test_threads_do_not_share_partial_results():
-    """Between two launches of one record another thread may launch its own, on the same stream."""
-    sets = [device._scratch_of(torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE))]
-    thread = threading.Thread(target=lambda: sets.append(device._scratch_of(sets[0].device)))
-    thread.start()
-    thread.join()
-    assert sets[0].data_ptr() != sets[1].data_ptr()
-    assert device._scratch_of(sets[0].device) is sets[0]
+@pytest.mark.usefixtures("few_at_once")
+@pytest.mark.parametrize("valid_rows", [None, 3])
+def test_many_blocks_and_programs_are_joined(valid_rows, by_reference):
+    """Whole blocks and a rest, one and two levels of joining, on the fast way and on the exact one."""
+    compare(values(8, 260), [], CapturePlan(), valid_rows)
+    compare(spoiled(values(2, 260)), [], CapturePlan(), valid_rows)
+    scale, x = torch.tensor([0.05]), values(3, 328)
+    codes = (x.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    plan = CapturePlan(codes=0, format="float8_e4m3fn", pairs=True, scale=1, scales=((1, "float32"),))
+    compare(x, [codes, scale], plan, valid_rows)
+    compare(None, [codes, scale], plan, valid_rows)
+    assert not by_reference
+
+
+@pytest.mark.usefixtures("few_at_once")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("multiply", [True, False])
+def test_ordinary_pairs_in_blocks(dtype, multiply, by_reference):
+    """Neither clipped nor NaN: what one look tells. The scale of a block is found across rows and columns."""
+    x = values(5, 3, 96, dtype=dtype) * torch.logspace(-3, 3, 96).to(dtype)
+    x = x.to(dtype)
+    blocks = x.float().view(15, 3, 32).abs().amax(2) / 448
+    codes = (x.float().view(15, 3, 32) / blocks[:, :, None]).to(torch.float8_e4m3fn).view(torch.uint8).view(5, 3, 96)
+    plan = CapturePlan(
+        codes=0, format="float8_e4m3fn", pairs=True, scale=1, block_shape=(1, 32), scales=((1, "float32"),),
+        multiply_to_decode=multiply,
+    )  # fmt: skip
+    compare(x, [codes, blocks if multiply else 1 / blocks], plan)
+    assert not by_reference
+
+
+def test_codes_that_are_no_partner_of_the_values(by_reference):
+    """Two launches write one row."""
+    x, scale = values(6, 32), torch.tensor([0.5])
+    plan = CapturePlan(codes=0, format="float8_e5m2", pairs=False, scale=1, scales=((1, "float32"),))
+    compare(x, [codes_of(values(4, 16), scale, "float8_e5m2"), scale], plan)
+    assert not by_reference
+
+
+def test_statistics_alone_write_no_copies(by_reference):
+    x, scale = values(16, 32), torch.tensor([0.02])
+    parts = [codes_of(x, scale, "float8_e4m3fn"), scale]
+    plan = CapturePlan(codes=0, format="float8_e4m3fn", pairs=True, scale=1, scales=((1, "float32"),))
+    slot, tick = torch.tensor([2], device=DEVICE), torch.tensor([9], device=DEVICE)
+    for given, plan_of, those in ((x, CapturePlan(), []), (None, plan, parts), (x, plan, parts)):
+        found = []
+        on_device = [part.to(DEVICE) for part in those]
+        for capture in (_reference, device.capture):
+            whole = destination_for(None if given is None else given.to(DEVICE), on_device, DEVICE)
+            bare = dataclasses.replace(whole, high_precision=None, parts=[None] * len(those))
+            capture(plan_of, bare, None if given is None else given.to(DEVICE), on_device, slot, tick)
+            found += [bare, bare.statistics[2].tolist()]
+        assert_same(*found[2:], *found[:2])
+    assert not by_reference
+
+
+def test_a_place_serves_tensors_of_another_layout(by_reference):
+    """What was prepared for one tensor is not used for another that lies differently."""
+    x = values(16, 32).to(DEVICE)
+    room = destination_for(x, [], DEVICE)
+    slot, tick = torch.tensor([2], device=DEVICE), torch.tensor([9], device=DEVICE)
+    for given in (x, x.clone() * 2, x.t().contiguous().t(), x * 3):
+        device.capture(CapturePlan(), room, given, [], slot, tick)
+        assert torch.equal(room.high_precision[2].view(torch.bfloat16), given)
+        assert room.statistics[2, Statistic.AMAX].item() == given.abs().max().item()
+    assert len(by_reference) == 1, "strides that the kernels do not know"
+
+
+@pytest.mark.parametrize("divisor", [1, 2, 3, 7, 96, 1000, 2**30 + 1, 2**31 - 1])
+def test_division_by_multiplication(divisor):
+    factor, shift = arguments.magic_of(divisor)
+    for number in (0, 1, divisor - 1, divisor, divisor + 1, 2**31 // divisor * divisor - 1, 2**31 - 1):
+        if number < 2**31:
+            assert number * factor >> shift == number // divisor
+            assert number * factor < 2**63
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_a_kernel_never_seen_is_captured_into_a_graph_and_replayed():
+    x = values(64, 264, dtype=torch.float16).to(DEVICE)
+    room = destination_for(x, [], DEVICE)
+    slot, tick = torch.tensor([2], device=DEVICE), torch.tensor([9], device=DEVICE)
+    rows = torch.tensor([60], device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        device.capture(CapturePlan(), room, x, [], slot, tick, rows)
+    for size in (1, 2, 3):
+        x.fill_(size)
+        graph.replay()
+        assert room.statistics[2, Statistic.SUM].item() == size * 60 * 264
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_launches_go_to_the_driver_directly():
+    x = values(64, 264).to(DEVICE)
+    room = destination_for(x, [], DEVICE)
+    slot, tick = torch.tensor([2], device=DEVICE), torch.tensor([9], device=DEVICE)
+    for size in (1, 2):
+        x.fill_(size)
+        device.capture(CapturePlan(), room, x, [], slot, tick)
+        assert room.statistics[2, Statistic.AMAX].item() == size
+    part = room.cache[device._PREPARED]._launches[0]._launch
+    assert part.is_ready and part._direct is not None
+    part._direct = None  # as where the driver sees other parameters
+    device.capture(CapturePlan(), room, x.fill_(3), [], slot, tick)
+    assert room.statistics[2, Statistic.AMAX].item() == 3
 
 
 def test_a_kernel_that_fails_ends_their_use_and_loses_nothing(monkeypatch, caplog):
     monkeypatch.setattr(device, "_gave_up", False)
-    monkeypatch.setattr(device._Job, "run", lambda *arguments: (_ for _ in ()).throw(RuntimeError("no compiler here")))
+    monkeypatch.setattr(device.Prepared, "_queue", lambda *arguments: 1 / len([]))
     x = values(8, 8)
     for _ in range(2):
         compare(x, [], CapturePlan())
     assert device._gave_up
-    assert caplog.text.count("no compiler here") == 1
+    assert caplog.text.count("Triton kernels do not work here") == 1
     monkeypatch.undo()

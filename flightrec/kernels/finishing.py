@@ -1,4 +1,10 @@
-"""The Triton kernel that ends a capture: one program joins partial results into the statistics row and stamps it."""
+"""The end of the capture kernel: programs' partial results become one statistics row, by whichever program comes last.
+
+A partial row has a statistics row's columns, of which most are sums and some are maxima; in ``SCALE_MIN`` stands the
+negated minimum, and minus infinity is what is absent. With many programs the last of each group joins its group, the
+last of all joins the groups: which program that is changes nothing in the results. The counters are zero again at the
+end, so that the next launch on the stream needs nothing prepared.
+"""
 
 from __future__ import annotations
 
@@ -8,168 +14,155 @@ import triton.language as tl
 MAX_SMALL = 4
 """Small components that the kernel copies on the side."""
 
+WIDTH = tl.constexpr(32)
+"""Columns of a partial row, float64."""
 
-@triton.jit
-def _column(plane_ptr, lanes, num_programs, COLUMN: tl.constexpr, OTHER: tl.constexpr):
-    return tl.load(plane_ptr + lanes * 16 + COLUMN, mask=lanes < num_programs, other=OTHER)
-
-
-@triton.jit
-def _sum(plane_ptr, lanes, num_programs, COLUMN: tl.constexpr):
-    return tl.sum(_column(plane_ptr, lanes, num_programs, COLUMN, 0.0), axis=0)
+_MAXIMA = tl.constexpr(sum(1 << column for column in (5, 17, 19, 20, 21, 22, 23, 24, 25)))
 
 
 @triton.jit
-def _largest(plane_ptr, lanes, num_programs, COLUMN: tl.constexpr):
-    return tl.max(_column(plane_ptr, lanes, num_programs, COLUMN, 0.0), axis=0)
-
-
-@triton.jit
-def _copy_words(from_ptr, from_stride, to_ptr, slot, slot_stride, n):
+def copy_words(from_ptr, from_stride, to_ptr, slot, slot_stride, n):
     """Copy ``n`` words of four bytes."""
     if from_ptr is not None:
         from_ptr = from_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         to_ptr = to_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * slot_stride
-        for start in range(0, n, 256):
-            at = start + tl.arange(0, 256)
+        for start in range(0, n, 1024):
+            at = start + tl.arange(0, 1024)
             tl.store(to_ptr + at, tl.load(from_ptr + at * from_stride, mask=at < n), mask=at < n)
 
 
 @triton.jit
 def _largest_word(ptr, stride, n):
     """Largest finite of ``n`` float32 words; minus infinity without one."""
-    found = float("-inf")
-    for start in range(0, n, 256):
-        at = start + tl.arange(0, 256)
+    found = tl.full([1024], float("-inf"), tl.float32)
+    for start in range(0, n, 1024):
+        at = start + tl.arange(0, 1024)
         words = tl.load(ptr + at * stride, mask=at < n, other=float("-inf"))
-        found = tl.maximum(found, tl.max(tl.where(tl.abs(words) < float("inf"), words, float("-inf")), axis=0))
-    return found
+        found = tl.maximum(found, tl.where(tl.abs(words) < float("inf"), words, float("-inf")))
+    return tl.max(found, axis=0)
 
 
 @triton.jit
 def _or_absent(value):
-    """A float32 value as float64, NaN for an infinite one."""
-    return tl.where(tl.abs(value) < float("inf"), value.to(tl.float64), float("nan"))
+    """A float32 value as float64, minus infinity for one that is not finite."""
+    return tl.where(tl.abs(value) < float("inf"), value.to(tl.float64), float("-inf"))
 
 
 @triton.jit
-def _values(row, plane, lanes, num_programs, count, KIND: tl.constexpr):
-    nan = _sum(plane, lanes, num_programs, 1)
-    positive = _sum(plane, lanes, num_programs, 2)
-    negative = _sum(plane, lanes, num_programs, 3)
-    amax = _largest(plane, lanes, num_programs, 5)
-    if KIND == 0:
-        amax = (amax.to(tl.int32) << 16).to(tl.float32, bitcast=True).to(tl.float64)
-    elif KIND == 1:
-        amax = amax.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float64)
-    else:
-        amax = amax.to(tl.int32).to(tl.float32, bitcast=True).to(tl.float64)
-    tl.store(row, count)
-    tl.store(row + 1, nan)
-    tl.store(row + 2, positive)
-    tl.store(row + 3, negative)
-    tl.store(row + 4, count + _sum(plane, lanes, num_programs, 4))
-    tl.store(row + 5, tl.where(count > nan + positive + negative, amax, float("nan")))
-    tl.store(row + 6, _sum(plane, lanes, num_programs, 6))
-    tl.store(row + 7, _sum(plane, lanes, num_programs, 7))
+def put(row_ptr, column: tl.constexpr, value):
+    """Store one number of a partial row."""
+    tl.store(row_ptr + column, value.to(tl.float64))
 
 
 @triton.jit
-def _codes(row, plane, lanes, num_programs, count, largest):
-    tl.store(row + 8, count)
-    tl.store(row + 9, _sum(plane, lanes, num_programs, 1))
-    tl.store(row + 10, _sum(plane, lanes, num_programs, 2))
-    tl.store(row + 11, count + _sum(plane, lanes, num_programs, 3))
-    tl.store(row + 12, _sum(plane, lanes, num_programs, 4))
-    tl.store(row + 23, largest)
-
-
-@triton.jit
-def _pair(row, plane, lanes, num_programs, HAS_ERROR: tl.constexpr, SCALED: tl.constexpr):
-    tl.store(row + 13, _sum(plane, lanes, num_programs, 0))
-    if HAS_ERROR:
-        tl.store(row + 14, _sum(plane, lanes, num_programs, 1))
-        tl.store(row + 16, _sum(plane, lanes, num_programs, 2))
-        tl.store(row + 17, _largest(plane, lanes, num_programs, 3))
-        if SCALED:
-            tl.store(row + 18, _sum(plane, lanes, num_programs, 4))
-
-
-@triton.jit(do_not_specialize=[
-    "plane_size", "row_stride", "stamp_stride", "num_values_programs", "numel", "values_limit", "num_codes_programs",
-    "code_numel", "codes_limit", "num_pair_programs", "num_words_programs", "num_more_programs", "history_stride",
-    "num_history", "num_amax", "from_0", "stride_0", "n_0", "from_1", "stride_1", "n_1", "from_2", "stride_2", "n_2",
-    "from_3", "stride_3", "n_3", "largest_code",
-])  # fmt: skip
-def finish(
-    partial_ptr, plane_size: tl.int64, row_ptr, row_stride: tl.int64, stamp_ptr, stamp_stride: tl.int64, slot_ptr,
-    tick_ptr, num_values_programs: tl.int64, numel: tl.int64, values_limit: tl.int64, num_codes_programs: tl.int64,
-    code_numel: tl.int64, codes_limit: tl.int64, num_pair_programs: tl.int64, num_words_programs: tl.int64,
-    num_more_programs: tl.int64, limit_ptr, largest_code: tl.float32, scale_ptr, other_ptr, history_ptr,
-    history_stride: tl.int64, num_history: tl.int64, amax_ptr, num_amax: tl.int64,
-    part_0, from_0: tl.int64, to_0, stride_0: tl.int64, n_0: tl.int64,
-    part_1, from_1: tl.int64, to_1, stride_1: tl.int64, n_1: tl.int64,
-    part_2, from_2: tl.int64, to_2, stride_2: tl.int64, n_2: tl.int64,
-    part_3, from_3: tl.int64, to_3, stride_3: tl.int64, n_3: tl.int64,
-    KIND: tl.constexpr, HAS_VALUES: tl.constexpr, HAS_CODES: tl.constexpr, HAS_PAIR: tl.constexpr,
-    HAS_ERROR: tl.constexpr, SCALED: tl.constexpr, MULTIPLY: tl.constexpr, INVERSE: tl.constexpr, WORDS: tl.constexpr,
-    MORE: tl.constexpr, COLUMNS: tl.constexpr, P: tl.constexpr,
+def finish_scale(
+    row_ptr, scale_ptr, other_ptr, past, more_bad, RANGE: tl.constexpr, MULTIPLY: tl.constexpr,
+    INVERSE: tl.constexpr, HISTORY: tl.constexpr, mine,
 ):  # fmt: skip
-    """Join the programs' partial results into one statistics row, stamp it, and copy the small components."""
-    slot = tl.load(slot_ptr)
-    row = row_ptr + slot * row_stride
-    lanes = tl.arange(0, P)
-    every = tl.arange(0, 32)
-    tl.store(row + every, tl.full([32], float("nan"), tl.float64), mask=every < COLUMNS)
-    tl.debug_barrier()  # what follows overwrites some of it
-    if limit_ptr is not None:
-        rows_seen = tl.maximum(tl.load(limit_ptr), 0)
-        values_limit = tl.minimum(rows_seen * values_limit, numel)
-        codes_limit = tl.minimum(rows_seen * codes_limit, code_numel)
-    if HAS_VALUES:
-        _values(row, partial_ptr, lanes, num_values_programs, values_limit.to(tl.float64), KIND)
-    if HAS_CODES:
-        largest = tl.full([], largest_code, tl.float64)
-        _codes(row, partial_ptr + plane_size, lanes, num_codes_programs, codes_limit.to(tl.float64), largest)
-    if HAS_PAIR:
-        _pair(row, partial_ptr + 2 * plane_size, lanes, num_pair_programs, HAS_ERROR, SCALED)
-    if SCALED:
-        if WORDS:
-            plane = partial_ptr + 3 * plane_size
-            low = tl.min(_column(plane, lanes, num_words_programs, 0, float("inf")), axis=0)
-            high = tl.max(_column(plane, lanes, num_words_programs, 1, float("-inf")), axis=0)
-            bad = _sum(plane, lanes, num_words_programs, 2)
-            tl.store(row + 19, _or_absent(low))
-            tl.store(row + 20, _or_absent(high))
-        else:
-            word = tl.load(scale_ptr)
-            finite = tl.abs(word) < float("inf")
-            bad = 1.0 - finite.to(tl.float64)
-            tl.store(row + 19, _or_absent(word))
-            tl.store(row + 20, _or_absent(word))
-            if other_ptr is not None:
-                other = tl.load(other_ptr)
-                other_finite = tl.abs(other) < float("inf")
-                bad += 1.0 - other_finite.to(tl.float64)
-                if INVERSE:
-                    judged = finite & other_finite & ((word != 0) | (other != 0))
-                    tl.store(row + 21, tl.where(judged, tl.abs(word * other - 1.0), 0.0).to(tl.float64))
-            if history_ptr is not None:
-                past = tl.maximum(_largest_word(history_ptr, history_stride, num_history), 0.0)
-                if MULTIPLY:
-                    bound = word * largest_code
-                else:
-                    bound = largest_code / word
-                tl.store(row + 22, _or_absent(past / bound))
-        if MORE:
-            bad += _sum(partial_ptr + 4 * plane_size, lanes, num_more_programs, 2)
-        tl.store(row + 15, bad)
-    if amax_ptr is not None:
-        tl.store(row + 24, _or_absent(_largest_word(amax_ptr, 1, num_amax)))
-    if history_ptr is not None:
-        tl.store(row + 25, _or_absent(_largest_word(history_ptr, history_stride, num_history)))
-    _copy_words(part_0, from_0, to_0, slot, stride_0, n_0)
-    _copy_words(part_1, from_1, to_1, slot, stride_1, n_1)
-    _copy_words(part_2, from_2, to_2, slot, stride_2, n_2)
-    _copy_words(part_3, from_3, to_3, slot, stride_3, n_3)
-    tl.store(stamp_ptr + slot * stamp_stride, tl.load(tick_ptr))
+    """What a scale of one word tells, for one program to say; the others say nothing."""
+    bad = more_bad.to(tl.float64)
+    low = tl.full([], float("-inf"), tl.float64)
+    high = low
+    inverse = low
+    ratio = low
+    if mine:
+        word = tl.load(scale_ptr)
+        finite = tl.abs(word) < float("inf")
+        bad += 1.0 - finite.to(tl.float64)
+        low = _or_absent(-word)
+        high = _or_absent(word)
+        if other_ptr is not None:
+            other = tl.load(other_ptr)
+            other_finite = tl.abs(other) < float("inf")
+            bad += 1.0 - other_finite.to(tl.float64)
+            if INVERSE:
+                judged = finite & other_finite & ((word != 0) | (other != 0))
+                inverse = tl.where(judged, tl.abs(word * other - 1.0), 0.0).to(tl.float64)
+        if HISTORY:
+            if MULTIPLY:
+                bound = word * RANGE
+            else:
+                bound = RANGE / word
+            ratio = _or_absent(tl.maximum(past, 0.0) / bound)
+    put(row_ptr, 15, bad)
+    put(row_ptr, 19, low)
+    put(row_ptr, 20, high)
+    put(row_ptr, 21, inverse)
+    put(row_ptr, 22, ratio)
+
+
+@triton.jit
+def finish_words(row_ptr, amax_ptr, num_amax, history_ptr, history_stride, num_history, mine):
+    """The quantizer's amax and the largest of past ones, for one program to say; gives back the latter."""
+    amax = tl.full([], float("-inf"), tl.float32)
+    past = amax
+    if mine:
+        if amax_ptr is not None:
+            amax = _largest_word(amax_ptr, 1, num_amax)
+        if history_ptr is not None:
+            past = _largest_word(history_ptr, history_stride, num_history)
+    put(row_ptr, 24, amax)
+    put(row_ptr, 25, past)
+    return past
+
+
+@triton.jit
+def _has_bit(bits, columns):
+    return ((bits >> columns) & 1) != 0
+
+
+@triton.jit
+def _are_maxima(columns):
+    return _has_bit(tl.zeros([WIDTH], tl.int32) + _MAXIMA, columns)
+
+
+@triton.jit
+def _joined(rows_ptr, num_rows, columns, wanted, GROUP: tl.constexpr):
+    """``num_rows`` partial rows, ``GROUP`` at most, as one; others wrote them, so not from this core's cache."""
+    row = tl.arange(0, GROUP)[:, None]
+    given = (row < num_rows) & wanted[None, :]
+    place = rows_ptr + row * WIDTH + columns[None, :]
+    sums = tl.sum(tl.load(place, mask=given, other=0.0, cache_modifier=".cg"), axis=0)
+    maxima = tl.max(tl.load(place, mask=given, other=float("-inf"), cache_modifier=".cg"), axis=0)
+    return tl.where(_are_maxima(columns), maxima, sums)
+
+
+@triton.jit
+def join(
+    scratch_ptr, counters_ptr, row_ptr, stamp_ptr, tick_ptr, present, owned, GROUP: tl.constexpr
+):  # fmt: skip
+    """Count this program in; the last writes the stamp and the columns ``owned`` of the row, NaN if not ``present``.
+
+    ``scratch_ptr``: a partial row for each program, then one for each group.
+    """
+    program = tl.program_id(0)
+    num = tl.num_programs(0)
+    columns = tl.arange(0, WIDTH)
+    wanted = _has_bit(present, columns)
+    rows_ptr = scratch_ptr
+    num_rows = num
+    tl.debug_barrier()  # the whole program's stores come before the counting
+    last = num > 0
+    if num > GROUP:
+        num_rows = tl.cdiv(num, GROUP)
+        group = program // GROUP
+        size = tl.minimum(num - group * GROUP, GROUP)
+        rows_ptr = scratch_ptr + num * WIDTH
+        last = tl.atomic_add(counters_ptr + 1 + group, 1, sem="acq_rel") == size - 1
+        if last:
+            tl.store(counters_ptr + 1 + group, 0)
+            of_group = _joined(scratch_ptr + group * (GROUP * WIDTH), size, columns, wanted, GROUP)
+            tl.store(rows_ptr + group * WIDTH + columns, of_group)
+            tl.debug_barrier()
+    if last & (num_rows > 1):
+        last = tl.atomic_add(counters_ptr, 1, sem="acq_rel") == num_rows - 1
+    if last:
+        tl.store(counters_ptr, 0)
+        row = _joined(rows_ptr, num_rows, columns, wanted, GROUP)
+        count = tl.sum(tl.where(columns == 0, row, 0.0), axis=0)
+        nonfinite = tl.sum(tl.where((columns >= 1) & (columns <= 3), row, 0.0), axis=0)
+        is_absent = _are_maxima(columns) & (row == float("-inf"))
+        is_absent = is_absent | (columns == tl.where(count > nonfinite, -1, 5)) | ~wanted
+        row = tl.where(is_absent, float("nan"), tl.where(columns == 19, -row, row))
+        tl.store(row_ptr + columns, row, mask=_has_bit(owned, columns))
+        tl.store(stamp_ptr, tl.load(tick_ptr))

@@ -1,11 +1,12 @@
-"""Triton kernels of capture: each reads a tensor once, writes the copy, and reduces its statistics.
+"""Loops of the capture kernel over one tensor: each reads it once, writes the copy, and reduces its statistics.
 
-A persistent pass over the elements leaves one row of partial results a program; ``finishing`` joins them. Nothing is
-allocated and nothing waits. Offsets are 64 bits wide and no integer is specialised, so that no value of theirs compiles
-a kernel anew.
+A program takes every ``num_programs``-th block of ``UNROLL * ROWS`` lanes, a lane being 16 bytes. Blocks that are whole
+are loaded and stored without masks. Bit patterns are compared as integers, several elements of a word at once; sums of
+one block are made in float32, sums over blocks in float64.
 
-Magnitudes are compared as integers, two halves or four codes of a word at once. Sums of eight elements are made in
-float32 after scaling them by a power of two (exact), so that neither overflow nor underflow can spoil them.
+Values are looked at twice at most: the first loop assumes that all are finite and of a size whose square float32 holds.
+A program whose results say otherwise (no NaN or Inf escapes a sum of squares) reads its share again, exactly and
+slowly. Which of the two depends on the data alone, so results are the same from run to run.
 """
 
 from __future__ import annotations
@@ -13,245 +14,240 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-NUM_PARTIALS = 16
-"""Columns of a program's partial results, float64; each pass has a plane of its own."""
+SMALLEST, LARGEST = tl.constexpr(2.0**-47), tl.constexpr(2.0**50)
+"""Squares of an amax between these, and all that matters beside it, neither overflow nor underflow in float32."""
 
 
 @triton.jit
-def _as_float(raw, KIND: tl.constexpr):
+def as_halves(words, KIND: tl.constexpr):
+    """Both halves of words (int32), float32 each."""
     if KIND == 0:
-        x = (raw.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    elif KIND == 1:
-        x = raw.to(tl.float16, bitcast=True).to(tl.float32)
+        low = (words << 16).to(tl.float32, bitcast=True)
+        high = (words & -65536).to(tl.float32, bitcast=True)
     else:
-        x = raw.to(tl.float32, bitcast=True)
-    return x
+        low = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return low, high
 
 
 @triton.jit
-def _look_at_values(x):
-    """Along axis 1 of float32 values: how many are NaN, not finite, -Inf, not zero; amax bits, sum, sum of squares."""
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    is_nonfinite = magnitude >= 0x7F800000
-    nan = tl.sum((magnitude > 0x7F800000).to(tl.int32), axis=1)
-    nonfinite = tl.sum(is_nonfinite.to(tl.int32), axis=1)
-    negative = tl.sum((bits == -8388608).to(tl.int32), axis=1)
-    nonzero = tl.sum((magnitude != 0).to(tl.int32), axis=1)
-    largest = tl.max(tl.where(is_nonfinite, 0, magnitude), axis=1)
-    exponent = tl.minimum(tl.maximum(largest >> 23, 1), 253)
-    scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.where(is_nonfinite, 0.0, x) * scale[:, None]
-    total = tl.sum(scaled, axis=1).to(tl.float64)
-    squares = tl.sum(scaled * scaled, axis=1).to(tl.float64)
-    back = ((exponent + 896).to(tl.int64) << 52).to(tl.float64, bitcast=True)
-    return nan, nonfinite, negative, nonzero, largest, total * back, squares * back * back
+def fold(x):
+    """Sum along the axes that one thread holds: ``[UNROLL, ROWS, W]`` to ``[ROWS]``."""
+    return tl.sum(tl.sum(x, axis=0), axis=1)
 
 
-@triton.jit(do_not_specialize=["slot_stride", "n", "limit"])
+@triton.jit
+def fold_max(x):
+    return tl.max(tl.max(x, axis=0), axis=1)
+
+
+@triton.jit
+def lanes_of(WIDTH: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr):
+    """Places of a block's words, int32 ``[UNROLL, ROWS, WIDTH]``."""
+    block = tl.arange(0, UNROLL)[:, None, None] * (ROWS * WIDTH)
+    return block + tl.arange(0, ROWS)[None, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+
+
+@triton.jit
+def left_of(end, start, BLOCK: tl.constexpr):
+    """How many of a block's words lie before ``end``, int32."""
+    return tl.minimum(tl.maximum(end - start, 0), BLOCK).to(tl.int32)
+
+
+@triton.jit
+def move(from_ptr, to_ptr, index, left, COPY: tl.constexpr, WHOLE: tl.constexpr):
+    """Load a block and store it; words from ``left`` on are 0 and not stored."""
+    if WHOLE:
+        words = tl.load(from_ptr + index)
+        if COPY:
+            tl.store(to_ptr + index, words)
+    else:
+        words = tl.load(from_ptr + index, mask=index < left, other=0)
+        if COPY:
+            tl.store(to_ptr + index, words, mask=index < left)
+    return words
+
+
+@triton.jit
+def nonzero_halves(words):
+    """Bits 15 and 31 of words (uint32) say which halves are not zero; other bits say nothing."""
+    return (words & 0x7FFF7FFF) + 0x7FFF7FFF
+
+
+@triton.jit
+def _look_at_values(words, KIND: tl.constexpr):
+    """Of a block, by lane: how many are not zero, amax, sum, sum of squares, if all are finite."""
+    unsigned = words.to(tl.uint32, bitcast=True)
+    if KIND < 2:
+        low, high = as_halves(words, KIND)
+        found = fold((nonzero_halves(unsigned) & 0x80008000) >> 15)
+        nonzero = ((found & 0xFFFF) + (found >> 16)).to(tl.int32)
+        amax = fold_max(tl.maximum(tl.abs(low), tl.abs(high)))
+        total = fold(low + high)
+        squares = fold(low * low + high * high)
+    else:
+        x = words.to(tl.float32, bitcast=True)
+        nonzero = fold(((unsigned & 0x7FFFFFFF) + 0x7FFFFFFF) >> 31).to(tl.int32)
+        amax, total, squares = fold_max(tl.abs(x)), fold(x), fold(x * x)
+    return nonzero, amax, total.to(tl.float64), squares.to(tl.float64)
+
+
+@triton.jit
+def join_values(nonzero, amax, total, squares, nonzero_2, amax_2, total_2, squares_2):
+    return nonzero + nonzero_2, tl.maximum(amax, amax_2), total + total_2, squares + squares_2
+
+
+@triton.jit
 def values_pass(
-    x_ptr, copy_ptr, slot_ptr, slot_stride: tl.int64, n: tl.int64, limit_ptr, limit: tl.int64, partial_ptr,
-    KIND: tl.constexpr, COPY: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+    x_ptr, copy_ptr, n, limit, KIND: tl.constexpr, COPY: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
-    BLOCK: tl.constexpr = ROWS * 8
-    index = (tl.arange(0, ROWS)[:, None] * 8 + tl.arange(0, 8)[None, :]).to(tl.int64)
-    x_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    if COPY:
-        copy_ptr = copy_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.load(slot_ptr) * slot_stride
-    if MASKED:
-        if limit_ptr is not None:
-            limit = tl.load(limit_ptr) * limit
-        limit = tl.minimum(tl.maximum(limit, 0), n)
-    nan = tl.zeros([ROWS], tl.int32)
-    nonfinite = tl.zeros([ROWS], tl.int32)
-    negative = tl.zeros([ROWS], tl.int32)
+    """``n`` words of one or two values, of which ``limit`` count: four results of this program, scalars."""
+    BLOCK: tl.constexpr = UNROLL * ROWS * 4
+    index = lanes_of(4, ROWS, UNROLL)
     nonzero = tl.zeros([ROWS], tl.int32)
-    amax = tl.zeros([ROWS], tl.int32)
+    amax = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS], tl.float64)
     squares = tl.zeros([ROWS], tl.float64)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in range(program * BLOCK, n, step):
-        at = start + index
-        if start + BLOCK <= n:
-            raw = tl.load(x_ptr + at)
-            if COPY:
-                tl.store(copy_ptr + at, raw)
-        else:
-            raw = tl.load(x_ptr + at, mask=at < n, other=0)
-            if COPY:
-                tl.store(copy_ptr + at, raw, mask=at < n)
-        x = _as_float(raw, KIND)
+    for start in range(first, n - BLOCK + 1, step):
+        words = move(x_ptr + start, copy_ptr + start, index, BLOCK, COPY, True)
         if MASKED:
-            x = tl.where(at < limit, x, 0.0)
-        a, b, c, d, e, f, g = _look_at_values(x)
-        nan += a
-        nonfinite += b
-        negative += c
-        nonzero += d
-        amax = tl.maximum(amax, e)
-        total += f
-        squares += g
-    out = partial_ptr + program * 16
-    all_nonzero = tl.sum(nonzero.to(tl.int64), axis=0)
-    num_nan = tl.sum(nan.to(tl.int64), axis=0)
-    num_negative = tl.sum(negative.to(tl.int64), axis=0)
-    tl.store(out + 1, num_nan.to(tl.float64))
-    tl.store(out + 2, (tl.sum(nonfinite.to(tl.int64), axis=0) - num_nan - num_negative).to(tl.float64))
-    tl.store(out + 3, num_negative.to(tl.float64))
-    tl.store(out + 4, -all_nonzero.to(tl.float64))
-    tl.store(out + 5, tl.max(amax, axis=0).to(tl.float64))
-    tl.store(out + 6, tl.sum(total, axis=0))
-    tl.store(out + 7, tl.sum(squares, axis=0))
+            words = tl.where(index < left_of(limit, start, BLOCK), words, 0)
+        a, b, c, d = _look_at_values(words, KIND)
+        nonzero, amax, total, squares = join_values(nonzero, amax, total, squares, a, b, c, d)
+    start = n // BLOCK * BLOCK
+    if (start < n) & (start % step == first):
+        words = move(x_ptr + start, copy_ptr + start, index, left_of(n, start, BLOCK), COPY, False)
+        if MASKED:
+            words = tl.where(index < left_of(limit, start, BLOCK), words, 0)
+        a, b, c, d = _look_at_values(words, KIND)
+        nonzero, amax, total, squares = join_values(nonzero, amax, total, squares, a, b, c, d)
+    return tl.reduce((nonzero, amax, total, squares), 0, join_values)
 
 
 @triton.jit
-def _join(nonzero, rare, amax, total, squares, nonzero_2, rare_2, amax_2, total_2, squares_2):
-    return nonzero + nonzero_2, rare + rare_2, tl.maximum(amax, amax_2), total + total_2, squares + squares_2
+def are_ordinary(amax, squares, KIND: tl.constexpr):
+    """Whether what the first look at values found is right."""
+    ordinary = squares < float("inf")
+    if KIND != 1:
+        ordinary = ordinary & ((amax == 0) | ((amax > SMALLEST) & (amax < LARGEST)))
+    return ordinary
 
 
-@triton.jit(do_not_specialize=["slot_stride", "n", "limit"])
-def halves_pass(
-    x_ptr, copy_ptr, slot_ptr, slot_stride: tl.int64, n: tl.int64, limit_ptr, limit: tl.int64, partial_ptr,
-    KIND: tl.constexpr, COPY: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+@triton.jit
+def _join_exact(rare, amax, total, squares, rare_2, amax_2, total_2, squares_2):
+    return rare + rare_2, tl.maximum(amax, amax_2), total + total_2, squares + squares_2
+
+
+@triton.jit
+def _look_exactly(x):
+    """Of float32 values, elementwise: NaN, Inf and -Inf counted in one word, finite magnitude, it and its square."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = (magnitude > 0x7F800000).to(tl.int64)
+    is_positive = (bits == 0x7F800000).to(tl.int64)
+    is_negative = (bits == -8388608).to(tl.int64)
+    finite = tl.where(magnitude < 0x7F800000, x, 0.0)
+    wide = finite.to(tl.float64)
+    return is_nan + (is_positive << 20) + (is_negative << 40), tl.abs(finite), wide, wide * wide
+
+
+@triton.jit
+def values_exactly(
+    x_ptr, n, limit, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """``n`` words of two bfloat16 or float16 numbers; both halves of a word are compared at once."""
-    INF: tl.constexpr = 0x7F80 if KIND == 0 else 0x7C00
-    program = tl.program_id(0).to(tl.int64)
-    BLOCK: tl.constexpr = ROWS * 4
-    index = (tl.arange(0, ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.int64)
-    x_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    if COPY:
-        copy_ptr = copy_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.load(slot_ptr) * slot_stride
-    if MASKED:
-        if limit_ptr is not None:
-            limit = tl.load(limit_ptr) * limit
-        limit = tl.minimum(tl.maximum(limit, 0) // 2, n)
-    nonzero = tl.zeros([ROWS], tl.int32)
-    rare = tl.zeros([ROWS], tl.int64)
-    amax = tl.zeros([ROWS], tl.int32)
-    exponent = tl.full([ROWS], 1, tl.int32)  # sums are in units of two to this, less 127
-    total = tl.zeros([ROWS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
+    """The same share as ``values_pass`` with blocks of ``BLOCK`` words: NaN, Inf, -Inf, finite amax, sum, squares."""
+    PER_WORD: tl.constexpr = 2 if KIND < 2 else 1
+    limit = tl.minimum(limit, n)
+    counts = tl.zeros([ROWS], tl.int64)
+    amax = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS], tl.float64)
+    squares = tl.zeros([ROWS], tl.float64)
+    nan = tl.zeros([], tl.int64)
+    positive = tl.zeros([], tl.int64)
+    negative = tl.zeros([], tl.int64)
+    first = tl.program_id(0).to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in range(program * BLOCK, n, step):
-        at = start + index
-        if start + BLOCK <= n:
-            raw = tl.load(x_ptr + at)
-            if COPY:
-                tl.store(copy_ptr + at, raw)
-        else:
-            raw = tl.load(x_ptr + at, mask=at < n, other=0)
-            if COPY:
-                tl.store(copy_ptr + at, raw, mask=at < n)
-        if MASKED:
-            raw = tl.where(at < limit, raw, 0)
-        words = raw & 0x7FFF7FFF
-        is_nonzero = ((words + 0x7FFF7FFF) >> 15) & 0x00010001
-        is_nonfinite = ((words + (0x8000 - INF) * 0x00010001) >> 15) & 0x00010001
-        is_nan = ((words + (0x7FFF - INF) * 0x00010001) >> 15) & 0x00010001
-        is_negative = (is_nonfinite & ~is_nan) & (raw >> 15)
-        found = tl.sum(is_nonzero + (is_nonfinite << 4) + (is_nan << 8) + (is_negative << 12), axis=1)
-        found = (found & 0xFFFF) + ((found >> 16) & 0xFFFF)  # four counts of at most eight, a nibble each
-        nonzero += found & 0xF
-        rare += ((found >> 4) & 0xF) + ((found & 0xF00).to(tl.int64) << 12) + ((found & 0xF000).to(tl.int64) << 28)
-        finite = raw & ~(is_nonfinite * 0xFFFF)
-        largest = tl.max(tl.maximum(finite & 0x7FFF, (finite >> 16) & 0x7FFF), axis=1)
-        amax = tl.maximum(amax, largest)
-        if KIND == 0:
-            one = (finite << 16).to(tl.float32, bitcast=True)
-            two = (finite & -65536).to(tl.float32, bitcast=True)
-            higher = tl.minimum(tl.maximum(largest >> 7, exponent), 253)
-            down = (tl.maximum(127 - higher + exponent, 0) << 23).to(tl.float32, bitcast=True)
-            exponent = higher
-            scale = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-            one = one * scale[:, None]
-            two = two * scale[:, None]
-            total = total * down + tl.sum(one + two, axis=1)
-            squares = squares * down * down + tl.sum(one * one + two * two, axis=1)
-        else:
-            one = finite.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            two = (finite >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            total += tl.sum(one + two, axis=1)
-            squares += tl.sum(one * one + two * two, axis=1)
-    out = partial_ptr + program * 16
-    unit = tl.full([ROWS], 1.0, tl.float64)
+    for block in range(first, limit, step):
+        counts = tl.zeros([ROWS], tl.int64)
+        for start in range(block, tl.minimum(block + BLOCK, limit), ROWS):
+            at = tl.arange(0, ROWS)
+            words = tl.load(x_ptr + start + at, mask=at < left_of(limit, start, ROWS), other=0)
+            if PER_WORD == 2:
+                low, high = as_halves(words, KIND)
+                a, b, c, d = _look_exactly(high)
+                counts, amax, total, squares = _join_exact(counts, amax, total, squares, a, b, c, d)
+            else:
+                low = words.to(tl.float32, bitcast=True)
+            a, b, c, d = _look_exactly(low)
+            counts, amax, total, squares = _join_exact(counts, amax, total, squares, a, b, c, d)
+        found = tl.sum(counts, axis=0)
+        nan += found & 0xFFFFF
+        positive += (found >> 20) & 0xFFFFF
+        negative += (found >> 40) & 0xFFFFF
+    counts, amax_all, total_all, squares_all = tl.reduce((counts, amax, total, squares), 0, _join_exact)
+    return nan, positive, negative, amax_all, total_all, squares_all
+
+
+@triton.jit
+def at_least(words, T: tl.constexpr):
+    """Bytes of words (uint32, 7 bits of each byte used) that are at least ``T``, as 0 and 1."""
+    return ((words + (0x80 - T) * 0x01010101) & 0x80808080) >> 7
+
+
+@triton.jit
+def fold_bytes(hits):
+    """Sum of a block's bytes by lane, int32: 255 at most."""
+    return ((fold(hits) * 0x01010101) >> 24).to(tl.int32)
+
+
+@triton.jit
+def look_at_codes(words, KIND: tl.constexpr):
+    """Of a block of FP8 codes (uint32, signs taken off), by lane: not zero, the largest or beyond, Inf or NaN, NaN."""
+    nonzero = fold_bytes(at_least(words, 1))
     if KIND == 0:
-        unit = ((exponent + 896).to(tl.int64) << 52).to(tl.float64, bitcast=True)
-    nonzero, rare, amax, total, squares = tl.reduce(
-        (nonzero, rare, amax, total.to(tl.float64) * unit, squares.to(tl.float64) * unit * unit), 0, _join
-    )
-    num_nonfinite = rare & 0xFFFFF
-    num_nan = (rare >> 20) & 0xFFFFF
-    num_negative = (rare >> 40) & 0xFFFFF
-    tl.store(out + 1, num_nan.to(tl.float64))
-    tl.store(out + 2, (num_nonfinite - num_nan - num_negative).to(tl.float64))
-    tl.store(out + 3, num_negative.to(tl.float64))
-    tl.store(out + 4, -nonzero.to(tl.float64))
-    tl.store(out + 5, amax.to(tl.float64))
-    tl.store(out + 6, total)
-    tl.store(out + 7, squares)
+        first = fold_bytes(at_least(words, 0x7E))
+        second = fold_bytes(at_least(words, 0x7F))
+        third = second
+    else:
+        first = fold_bytes(at_least(words, 0x7B))
+        second = fold_bytes(at_least(words, 0x7C))
+        third = fold_bytes(at_least(words, 0x7D))
+    return nonzero, first, second, third
 
 
 @triton.jit
-def _at_least(words, T: tl.constexpr):
-    """How many of the bytes of each word (7 bits used) are at least T, summed along axis 1."""
-    hits = ((words + (0x80 - T) * 0x01010101) >> 7) & 0x01010101
-    return (tl.sum(hits, axis=1) * 0x01010101) >> 24
-
-
-@triton.jit
-def _add_four(a, b, c, d, e, f, g, h):
+def join_codes(a, b, c, d, e, f, g, h):
     return a + e, b + f, c + g, d + h
 
 
-@triton.jit(do_not_specialize=["slot_stride", "n", "limit"])
+@triton.jit
 def codes_pass(
-    x_ptr, copy_ptr, slot_ptr, slot_stride: tl.int64, n: tl.int64, limit_ptr, limit: tl.int64, partial_ptr,
-    KIND: tl.constexpr, COPY: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+    codes_ptr, copy_ptr, n, limit, KIND: tl.constexpr, COPY: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """``n`` words of four FP8 codes."""
-    program = tl.program_id(0).to(tl.int64)
-    BLOCK: tl.constexpr = ROWS * 4
-    index = (tl.arange(0, ROWS)[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.int64)
-    x_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    if COPY:
-        copy_ptr = copy_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.load(slot_ptr) * slot_stride
-    if MASKED:
-        if limit_ptr is not None:
-            limit = tl.load(limit_ptr) * limit
-        limit = tl.minimum(tl.maximum(limit, 0) // 4, n)
+    """``n`` words of four FP8 codes, of which ``limit`` count: four counts of this program, int32 scalars."""
+    BLOCK: tl.constexpr = UNROLL * ROWS * 4
+    index = lanes_of(4, ROWS, UNROLL)
     nonzero = tl.zeros([ROWS], tl.int32)
     first = tl.zeros([ROWS], tl.int32)
     second = tl.zeros([ROWS], tl.int32)
     third = tl.zeros([ROWS], tl.int32)
+    begin = tl.program_id(0).to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
-    for start in range(program * BLOCK, n, step):
-        at = start + index
-        if start + BLOCK <= n:
-            raw = tl.load(x_ptr + at)
-            if COPY:
-                tl.store(copy_ptr + at, raw)
-        else:
-            raw = tl.load(x_ptr + at, mask=at < n, other=0)
-            if COPY:
-                tl.store(copy_ptr + at, raw, mask=at < n)
+    for start in range(begin, n - BLOCK + 1, step):
+        words = move(codes_ptr + start, copy_ptr + start, index, BLOCK, COPY, True)
         if MASKED:
-            raw = tl.where(at < limit, raw, 0)
-        words = raw & 0x7F7F7F7F
-        nonzero += _at_least(words, 1)
-        if KIND == 0:
-            first += _at_least(words, 0x7E)
-            second += _at_least(words, 0x7F)
-        else:
-            first += _at_least(words, 0x7B)
-            second += _at_least(words, 0x7C)
-            third += _at_least(words, 0x7D)
-    out = partial_ptr + program * 16
-    num_nonzero, num_first, num_second, num_third = tl.reduce(
-        (nonzero.to(tl.int64), first.to(tl.int64), second.to(tl.int64), third.to(tl.int64)), 0, _add_four
-    )
-    tl.store(out + 1, (num_second if KIND == 0 else num_third).to(tl.float64))
-    tl.store(out + 2, (num_second - num_third if KIND == 1 else num_third).to(tl.float64))
-    tl.store(out + 3, -num_nonzero.to(tl.float64))
-    tl.store(out + 4, (num_first - num_second).to(tl.float64))
+            words = tl.where(index < left_of(limit, start, BLOCK), words, 0)
+        a, b, c, d = look_at_codes(words.to(tl.uint32, bitcast=True) & 0x7F7F7F7F, KIND)
+        nonzero, first, second, third = join_codes(nonzero, first, second, third, a, b, c, d)
+    start = n // BLOCK * BLOCK
+    if (start < n) & (start % step == begin):
+        words = move(codes_ptr + start, copy_ptr + start, index, left_of(n, start, BLOCK), COPY, False)
+        if MASKED:
+            words = tl.where(index < left_of(limit, start, BLOCK), words, 0)
+        a, b, c, d = look_at_codes(words.to(tl.uint32, bitcast=True) & 0x7F7F7F7F, KIND)
+        nonzero, first, second, third = join_codes(nonzero, first, second, third, a, b, c, d)
+    return tl.reduce((nonzero, first, second, third), 0, join_codes)

@@ -1,0 +1,200 @@
+"""Which records the Triton kernels know, and how the parts of one lie: looked at once for each layout of a record.
+
+Reads shapes, strides and addresses of tensors, never their data; launches nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from flightrec.kernels import finishing
+from flightrec.kernels.plan import CapturePlan, Destination
+
+KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+CODES = {"float8_e4m3fn": 0, "float8_e5m2": 1}
+_SMALL = 4096
+"""Words of a component that one program copies on the side."""
+
+_COUNTS = (torch.int32, torch.int64)
+_MAX_NUMEL = 1 << 33  # places of scales are found by products of 31 bits
+
+
+class Grid(NamedTuple):
+    """How a scale of float32 words lies over what it scales, both in two dimensions."""
+
+    row_stride: int
+    column_stride: int
+    block_rows: int
+    block_columns: int
+
+
+class Known:
+    """One record."""
+
+    __slots__ = ("codes", "destination", "grid", "more", "other", "parts", "plan", "scale", "small", "valid_rows", "x")
+
+    def __init__(
+        self,
+        plan: CapturePlan,
+        destination: Destination,
+        x: torch.Tensor | None,
+        parts: Sequence[torch.Tensor],
+        valid_rows: int | torch.Tensor | None,
+    ) -> None:
+        self.plan, self.destination, self.x, self.parts, self.valid_rows = plan, destination, x, parts, valid_rows
+        self.codes = parts[plan.codes] if plan.codes >= 0 else None
+        self.scale = parts[plan.scale] if plan.scale >= 0 else None
+        self.other = self.more = -1  # another scale of one word, of several
+        self.grid: Grid | None = None
+        self.small: list[int] = []
+
+    # -- is it a record that the kernels know?
+
+    def is_known(self) -> bool:
+        """Whether the kernels give what the reference gives."""
+        plan, x, codes = self.plan, self.x, self.codes
+        if (x is None and codes is None) or plan.tensor_scale >= 0 or plan.scale_shape:
+            return False
+        if codes is None and plan.scale >= 0:
+            return False
+        if x is not None and not (x.dtype in KINDS and is_simple(x, 2)):
+            return False
+        if codes is not None and not (plan.format in CODES and codes.dtype.itemsize == 1 and is_simple(codes, 4)):
+            return False
+        if self.valid_rows is not None and not self._knows_rows():
+            return False
+        return (
+            self._knows_places()
+            and self._knows_scales()
+            and self._knows_words()
+            and self._knows_pair()
+            and self._knows_copies()
+        )
+
+    def _knows_places(self) -> bool:
+        targets = [self.destination.high_precision if self.x is not None else None]
+        targets += [self.destination.parts[self.plan.codes] if self.codes is not None else None]
+        return all(target is None or is_aligned(target) for target in targets)
+
+    def _knows_rows(self) -> bool:
+        """Rows must end where words of the passes end, and those of values and codes must be the same."""
+        if isinstance(self.valid_rows, torch.Tensor) and self.valid_rows.dtype not in _COUNTS:
+            return False
+        given = [tensor for tensor in (self.x, self.codes) if tensor is not None]
+        if any(not tensor.dim() or elements_a_row(tensor) % 4 for tensor in given):
+            return False
+        return len({tensor.shape[0] for tensor in given}) == 1
+
+    def _knows_scales(self) -> bool:
+        plan = self.plan
+        if plan.scales and self.scale is None:
+            return False
+        for at, _ in plan.scales:
+            scale = self.parts[at]
+            if scale.dtype != torch.float32 or not scale.numel() or scale.is_neg():
+                return False
+            if scale.numel() > 1 and (self.valid_rows is not None or scale.dim() != 2):
+                return False
+            if at == plan.scale:
+                continue
+            single = scale.numel() == 1 and self.scale is not None and self.scale.numel() == 1
+            if (self.other if single else self.more) >= 0:
+                return False
+            if single:
+                self.other = at
+            else:
+                self.more = at
+        if self.scale is None or self.scale.numel() == 1:
+            return plan.inverse in (-1, self.other)
+        if plan.inverse >= 0 or self.codes is None:
+            return False
+        self.grid = _grid(self.scale, self.codes.shape, plan.block_shape)
+        return self.grid is not None
+
+    def _knows_words(self) -> bool:
+        for at in (self.plan.history, self.plan.amax):
+            if at >= 0:
+                words = self.parts[at]
+                if words.dtype != torch.float32 or words.dim() > 1 or not words.numel():
+                    return False
+        return self.plan.amax < 0 or self.parts[self.plan.amax].is_contiguous()
+
+    def _knows_pair(self) -> bool:
+        if not (self.plan.pairs and self.x is not None and self.codes is not None):
+            return True
+        if self.x.numel() != self.codes.numel() or self.x.numel() % 8:
+            return False
+        if self.grid is None:
+            return True
+        if self.x.numel() >= _MAX_NUMEL:
+            return False
+        columns, block = self.codes.shape[-1], self.grid.block_columns
+        return columns % 8 == 0 and (block % 8 == 0 or block >= columns)
+
+    def _knows_copies(self) -> bool:
+        for at, target in enumerate(self.destination.parts):
+            part = self.parts[at]
+            if target is None or at in (self.plan.codes, self.more) or (at == self.plan.scale and self.grid):
+                continue
+            if part.numel() <= _SMALL and part.dtype.itemsize == 4 and (part.dim() <= 1 or part.is_contiguous()):
+                self.small.append(at)
+        return len(self.small) <= finishing.MAX_SMALL
+
+    # -- what there is to do
+
+    @property
+    def is_pair(self) -> bool:
+        """Whether values and codes are to be looked at together."""
+        return self.plan.pairs and self.x is not None and self.codes is not None
+
+    @property
+    def others(self) -> list[int]:
+        """Parts that are copied and no more, each by itself."""
+        own = {self.plan.codes, self.more, *self.small, *([self.plan.scale] if self.grid else ())}
+        return [at for at, target in enumerate(self.destination.parts) if target is not None and at not in own]
+
+
+def _grid(scale: torch.Tensor, shape: Sequence[int], block_shape: Sequence[int]) -> Grid | None:
+    """How a two-dimensional scale lies over a tensor of ``shape``, leading dimensions flattened; None if unclear."""
+    if len(shape) < 2:
+        return None
+    sizes = (math.prod(shape[:-1]), shape[-1])
+    blocks = []
+    given = block_shape[-2:] if len(block_shape) > 1 else (0, 0)
+    for size, count, block in zip(sizes, scale.shape, given, strict=True):
+        if count == 1:
+            blocks.append(size)
+        elif count == size:
+            blocks.append(1)
+        elif block * count >= size:
+            blocks.append(block)
+        elif size % count == 0:
+            blocks.append(size // count)
+        else:
+            return None
+    return Grid(*scale.stride(), *blocks)
+
+
+def elements_a_row(tensor: torch.Tensor) -> int:
+    """Elements of one index of dimension 0."""
+    return tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1
+
+
+def is_aligned(target: torch.Tensor) -> bool:
+    """Whether every slot's place of a copy starts at a multiple of 16 bytes."""
+    return target.data_ptr() % 16 == 0 and target.stride(0) * target.dtype.itemsize % 16 == 0
+
+
+def is_simple(tensor: torch.Tensor, multiple: int) -> bool:
+    """Whether it is dense, aligned to 16 bytes, and has a number of elements that ``multiple`` divides."""
+    return (
+        tensor.numel() > 0
+        and tensor.numel() % multiple == 0
+        and tensor.is_contiguous()
+        and tensor.data_ptr() % 16 == 0
+        and not tensor.is_neg()
+    )
