@@ -49,8 +49,8 @@ class Target(Protocol):
     def unobserved(self, tensor: str, reason: str) -> None:
         """A compiled region hides this from now on."""
 
-    def entered_compiled(self, found: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """The module is about to run with these (path, tensor)."""
+    def entered_compiled(self, found: Sequence[tuple[str, torch.Tensor]], has_gradients: bool) -> None:
+        """The module is about to run with these (path, tensor), in a region compiled with or without gradients."""
 
     def left_compiled(self, found: Sequence[tuple[str, torch.Tensor]]) -> Stamp | None:
         """The module returned these (path, tensor); says which call it was."""
@@ -67,12 +67,14 @@ class Place:
         kind: ``ENTERING``, ``LEAVING`` or ``GRADIENT``.
         paths: of the tensors, in order.
         targets: who is told.
+        has_gradients: whether gradients were on where the region was traced; where it runs nothing tells.
         stamps: of a result and its gradient: by target and microbatch, the latest call.
     """
 
     kind: str
     paths: tuple[str, ...]
     targets: tuple[Target, ...]
+    has_gradients: bool
     stamps: dict[Target, dict[int, Stamp]]
 
 
@@ -99,7 +101,7 @@ def _observe(tensors: Sequence[torch.Tensor], place: int) -> None:
         for target in found.targets:
             stamps = found.stamps.setdefault(target, {})
             if found.kind == ENTERING:
-                target.entered_compiled(pairs)
+                target.entered_compiled(pairs, found.has_gradients)
             elif found.kind == LEAVING:
                 stamp = target.left_compiled(pairs)
                 if stamp is not None:
@@ -107,6 +109,38 @@ def _observe(tensors: Sequence[torch.Tensor], place: int) -> None:
                     stamps[stamp.microbatch] = stamp
             else:
                 target.gradient_compiled(pairs, stamps)
+
+
+def _clone(tensor: torch.Tensor, _place: int) -> torch.Tensor:
+    return tensor.clone()
+
+
+class _Identity(torch.autograd.Function):
+    """Hands a tensor on and observes its gradient: what the operation ``hand_on`` is to autograd.
+
+    A copy, which Inductor removes: a view could not be changed in place by who comes next.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, place: int) -> torch.Tensor:
+        ctx.place = place
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        torch.ops.flightrec.observe(list(gradients), ctx.place)
+        return gradients[0], None
+
+
+def run_by_python(*functions: Callable[..., Any]) -> None:
+    """Keep the compiler from compiling these, and what they call, where it meets them outside of a region.
+
+    It runs a compiled module's own hooks so. Where it traces their caller it still follows them.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    for function in functions:
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def _nothing(_tensors: Sequence[torch.Tensor], _place: int) -> None:
@@ -124,21 +158,10 @@ def define() -> None:
     library.define("observe(Tensor[] tensors, int place) -> ()")
     library.impl("observe", _observe, "CompositeExplicitAutograd")
     torch.library.register_fake("flightrec::observe", _nothing, lib=library)
+    library.define("hand_on(Tensor tensor, int place) -> Tensor")
+    library.impl("hand_on", _Identity.apply, "Autograd")
+    library.impl("hand_on", _clone, "CompositeExplicitAutograd")
     _register_effectful_op(torch.ops.flightrec.observe.default, _EffectType.ORDERED)
-
-
-class _Identity(torch.autograd.Function):
-    """Hands a tensor on and observes its gradient. A copy: a view could not be changed in place by who comes next."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, place: int) -> torch.Tensor:
-        ctx.place = place
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        torch.ops.flightrec.observe(list(gradients), ctx.place)
-        return gradients[0], None
 
 
 # -- traced: plain code that the compiler follows; it must not meet anything that breaks a graph
@@ -155,7 +178,7 @@ def entering(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         _gather(value, "" if single else str(index), 0, paths, tensors)
     for name, value in kwargs.items():
         _gather(value, name, 0, paths, tensors)
-    place = _place(id(module), ENTERING, tuple(paths), _generation)
+    place = _place(id(module), ENTERING, tuple(paths), torch.is_grad_enabled(), _generation)
     if place != _NOWHERE:
         torch.ops.flightrec.observe(tensors, place)
 
@@ -167,7 +190,7 @@ def leaving(module: torch.nn.Module, output: Any) -> Any:
     paths: list[str] = []
     tensors: list[torch.Tensor] = []
     _gather(output, "", 0, paths, tensors)
-    place = _place(id(module), LEAVING, tuple(paths), _generation)
+    place = _place(id(module), LEAVING, tuple(paths), torch.is_grad_enabled(), _generation)
     if place != _NOWHERE:
         torch.ops.flightrec.observe(tensors, place)
     if not any([tensor.requires_grad for tensor in tensors]):  # noqa: C419  a list traces in every version
@@ -196,7 +219,7 @@ def _with_gradients(module_id: int, value: Any, path: str, of: int) -> Any:
         if not value.requires_grad:
             return None
         place = _gradient_place(module_id, path, of, _generation)
-        return None if place == _NOWHERE else _Identity.apply(value, place)
+        return None if place == _NOWHERE else torch.ops.flightrec.hand_on(value, place)
     if (type(value) is tuple or type(value) is list) and len(value) > 0:
         items = [
             _with_gradients(module_id, item, str(i), of) if type(item) is torch.Tensor else None
@@ -222,7 +245,7 @@ def _is_watched(module_id: int, _generation: int) -> bool:
 
 
 @_constant
-def _place(module_id: int, kind: str, paths: tuple[str, ...], _generation: int) -> int:
+def _place(module_id: int, kind: str, paths: tuple[str, ...], has_gradients: bool, _generation: int) -> int:
     """Number of a new place, or ``_NOWHERE`` with the reason told."""
     with contained("tracing a compiled region"):
         targets = tuple(target for target in lookup(module_id) if target.wants(kind))
@@ -235,7 +258,7 @@ def _place(module_id: int, kind: str, paths: tuple[str, ...], _generation: int) 
             return _NOWHERE
         _tell()
         _raise_limits()
-        return _new_place(Place(kind, tuple(paths), targets, {}))
+        return _new_place(Place(kind, tuple(paths), targets, has_gradients, {}))
     return _NOWHERE
 
 
@@ -247,11 +270,7 @@ def _gradient_place(module_id: int, path: str, of: int, _generation: int) -> int
         targets = tuple(target for target in lookup(module_id) if target.wants(GRADIENT))
         if result is None or not targets:
             return _NOWHERE
-        if _splits_for_ddp():
-            for target in targets:
-                target.unobserved("gradient", _DDP)
-            return _NOWHERE
-        return _new_place(Place(GRADIENT, (path,), targets, result.stamps))
+        return _new_place(Place(GRADIENT, (path,), targets, True, result.stamps))
     return _NOWHERE
 
 
@@ -270,10 +289,6 @@ _NESTED = (
 )
 _TRANSFORMED = "torch.compile: it runs inside a functorch transform and is not observed there"
 _EXPORTED = "it is exported"
-_DDP = (
-    "torch.compile: DistributedDataParallel splits the graph and takes no observed gradients; set "
-    "torch._dynamo.config.optimize_ddp = False to see them"
-)
 
 
 def _why_not() -> str:
@@ -285,11 +300,6 @@ def _why_not() -> str:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return _TRANSFORMED
     return _NESTED if InstructionTranslator.current_tx().output.current_tracer.parent is not None else ""
-
-
-def _splits_for_ddp() -> bool:
-    wrapped = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
-    return wrapped is not None and bool(torch._dynamo.config.optimize_ddp)
 
 
 def _tell() -> None:

@@ -165,9 +165,9 @@ class ModulesSource:
                 if (gradients or stamps) and tensor.requires_grad:
                     self._hook_gradient(tensor, "gradient" if gradients else "", path, stamp)
 
-    def entered_compiled(self, plan: LayerPlan, found: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def entered_compiled(self, plan: LayerPlan, found: Sequence[tuple[str, torch.Tensor]], has_gradients: bool) -> None:
         """A module inside a compiled region is about to run."""
-        stamp = self.stamps.enter(plan.module, plan.layer)
+        stamp = self.stamps.enter(plan.module, plan.layer, has_gradients)
         if self.stamps.depth == 1:
             self._outermost(stamp)
         name = plan.entering.get(stamp.phase)
@@ -205,6 +205,10 @@ class ModulesSource:
         with quiet():
             for path, tensor in found:
                 self._keep(tensor, "gradient", path, stamp, Stage.BACKWARD)
+
+    def tell(self, what: str, reason: str) -> None:
+        """Something is not observed anywhere in a compiled region."""
+        self._keeper.blind("", what, reason)
 
     def unobserved(self, plan: LayerPlan, tensor: str, reason: str) -> None:
         """A compiled region hides a layer, or a tensor of it."""
@@ -356,9 +360,9 @@ class _Layer:
         plan = self.plan
         if kind == compiled.ENTERING:
             if plan.dgrad:
-                self._source.unobserved(plan, "dgrad", _NO_DGRAD)
+                self._source.tell("dgrad inside compiled regions", _NO_DGRAD)
             if self._has_tap:
-                self._source.unobserved(plan, "operands", _NO_OPERANDS)
+                self._source.unobserved(plan, "quantized operands", _NO_OPERANDS)
             return True
         return kind == compiled.LEAVING or plan.gradient or self._source.is_root(plan)
 
@@ -366,11 +370,11 @@ class _Layer:
         """A compiled region hides this."""
         self._source.unobserved(self.plan, tensor, reason)
 
-    def entered_compiled(self, found: Sequence[tuple[str, torch.Tensor]]) -> None:
+    def entered_compiled(self, found: Sequence[tuple[str, torch.Tensor]], has_gradients: bool) -> None:
         """Report to the source."""
         try:
             if self._source.works(self.plan):
-                self._source.entered_compiled(self.plan, found)
+                self._source.entered_compiled(self.plan, found, has_gradients)
         except Exception as error:
             self._source.failed(self.plan, error)
 
@@ -392,5 +396,5 @@ class _Layer:
             self._source.failed(self.plan, error)
 
 
-_NO_DGRAD = "torch.compile: inside a compiled region the gradient of what enters a module is not observed"
+_NO_DGRAD = "torch.compile: the gradient of what enters a module is not observed there; that of what leaves one is"
 _NO_OPERANDS = "torch.compile: the quantized operands of a product inside a compiled region are not observed"

@@ -51,7 +51,7 @@ class Stamps:
         self._captured_calls: dict[tuple[str, int, Phase], int] = {}
         self._captured: dict[str, int] = {}  # captures by their outermost layer, since the last eager forward
 
-    def enter(self, module: torch.nn.Module, layer: str) -> Stamp:
+    def enter(self, module: torch.nn.Module, layer: str, has_gradients: bool | None = None) -> Stamp:
         """Note that ``module`` starts to run, and say what run it is.
 
         A forward inside a backward pass is a recompute. Otherwise the outermost hooked module decides for all below
@@ -59,7 +59,8 @@ class Stamps:
         where checkpointing switches gradients off further in.
 
         Eager warm-up for a CUDA graph is a phase of its own and begins no microbatch; nor does a capture, in which
-        microbatches count from 0: its replays have theirs added.
+        microbatches count from 0: its replays have theirs added. ``has_gradients`` says whether gradients are on where
+        this thread's own setting does not, in a compiled region.
         """
         frames = self._frames()
         captured = self._note_capture(len(frames))
@@ -79,7 +80,9 @@ class Stamps:
             elif self._is_warmup:
                 phase = Phase.WARMUP
             else:
-                training = self._root.training and (torch.is_grad_enabled() or _in_function())
+                if has_gradients is None:
+                    has_gradients = torch.is_grad_enabled() or _in_function()
+                training = self._root.training and has_gradients
                 phase = Phase.TRAIN if training else Phase.EVAL
                 self._seen.add(phase)
                 begins = module is self._root or self._sink.microbatch_index == NO_MICROBATCH

@@ -133,6 +133,7 @@ def _leaving(module: torch.nn.Module, _args: tuple[Any, ...], output: object) ->
 def _install() -> None:
     """Put the hooks into torch's tables. Registering them would name them by a number."""
     compiled.define()
+    compiled.run_by_python(_entering, _leaving, EnterHook.__call__, LeaveHook.__call__)
     compiled.lookup, compiled.num_watched = targets_of, num_watched
     torch_module._global_forward_pre_hooks[KEY] = _entering  # type: ignore[index]
     torch_module._global_forward_hooks[KEY] = _leaving  # type: ignore[index]
