@@ -183,7 +183,7 @@ def entering(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
         torch.ops.flightrec.observe(tensors, place)
 
 
-def leaving(module: torch.nn.Module, output: Any) -> Any:
+def leaving(module: torch.nn.Module, output: Any) -> object | None:
     """Put the operation where a module is left, and into the backward of what it returns; returns that or None."""
     if not _is_watched(id(module), _generation):
         return None
@@ -195,7 +195,8 @@ def leaving(module: torch.nn.Module, output: Any) -> Any:
         torch.ops.flightrec.observe(tensors, place)
     if not any([tensor.requires_grad for tensor in tensors]):  # noqa: C419  a list traces in every version
         return None
-    return _with_gradients(id(module), output, "", place)
+    handed_on: object | None = _with_gradients(id(module), output, "", place)
+    return handed_on
 
 
 def _gather(value: Any, path: str, depth: int, paths: list[str], tensors: list[torch.Tensor]) -> None:

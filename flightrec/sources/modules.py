@@ -196,7 +196,7 @@ class ModulesSource:
         """
         microbatch = self.stamps.backward_of_region()
         if is_capturing() and stamps:
-            microbatch = next(reversed(stamps))
+            microbatch = list(stamps)[-1]
         self.stamps.see_backward(microbatch)
         if not plan.gradient:
             return
@@ -235,9 +235,10 @@ class ModulesSource:
             self._parameters.record(Stage.START)
 
     def _weight(self, plan: LayerPlan, stamp: Stamp) -> None:
-        """Record the weight once an iteration; in a capture always, since it is each replay's."""
+        """Record the weight once an iteration; in a capture, whose replays are in others, in its first microbatch."""
         captured = self.stamps.is_captured
-        if stamp.phase is not Phase.TRAIN or (plan.weight_iteration == self._iteration and not captured):
+        due = stamp.microbatch == 0 if captured else plan.weight_iteration != self._iteration
+        if stamp.phase is not Phase.TRAIN or not due:
             return
         if not captured:
             plan.weight_iteration = self._iteration

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
@@ -30,11 +30,11 @@ def is_capturing() -> bool:
 def is_warming_up() -> bool:
     """Say whether ``make_graphed_callables`` runs below, so that a forward outside of a capture means nothing."""
     codes = _codes()
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in codes:
             return True
-        frame = frame.f_back  # type: ignore[assignment]  # None at the end
+        frame = frame.f_back
     return False
 
 
