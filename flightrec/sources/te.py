@@ -200,9 +200,8 @@ class TeSource:
         name = listener.layer.all_experts
         if (name, tensor, phase) not in self._wanted or not self._keeper.works(name):
             return
-        if tensor == "weight":
-            if phase is not Phase.TRAIN or not self._is_weight_due(name, stage, listener.stamp):
-                return
+        if tensor == "weight" and (phase is not Phase.TRAIN or not self._is_weight_due(name, stage, listener.stamp)):
+            return
         try:
             with quiet():
                 plain, splits = rows_of(operand)
