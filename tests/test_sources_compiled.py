@@ -127,6 +127,7 @@ def test_f26_arm_a_compiled_and_run_before_attach_is_compiled_anew(caplog):
     assert len(sink.seen) == seen, "detach is final"
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, of what enters a region
 def test_layers_that_are_compiled_one_by_one_each_have_a_graph():
     class Deep(nn.Module):
         def __init__(self) -> None:

@@ -25,6 +25,7 @@ import torch
 
 from flightrec.boundary import contained
 from flightrec.sources.stamps import Stamp, must_not_record
+from flightrec.sources.warmup import is_capturing
 
 _log = logging.getLogger("flightrec")
 
@@ -48,6 +49,9 @@ class Target(Protocol):
 
     def unobserved(self, tensor: str, reason: str) -> None:
         """A compiled region hides this from now on."""
+
+    def tell(self, what: str, reason: str) -> None:
+        """Something is not observed in any compiled region."""
 
     def entered_compiled(self, found: Sequence[tuple[str, torch.Tensor]], has_gradients: bool) -> None:
         """The module is about to run with these (path, tensor), in a region compiled with or without gradients."""
@@ -98,6 +102,10 @@ def _observe(tensors: Sequence[torch.Tensor], place: int) -> None:
         if found is None or must_not_record():
             return
         pairs = list(zip(found.paths, tensors, strict=True))
+        if _is_first_run(tensors):
+            pairs = []  # the call counts; nothing of it is kept
+            for target in found.targets:
+                target.tell("first runs of regions under CUDA graphs", _FIRST_RUN)
         for target in found.targets:
             stamps = found.stamps.setdefault(target, {})
             if found.kind == ENTERING:
@@ -109,6 +117,21 @@ def _observe(tensors: Sequence[torch.Tensor], place: int) -> None:
                     stamps[stamp.microbatch] = stamp
             else:
                 target.gradient_compiled(pairs, stamps)
+
+
+_FIRST_RUN = (
+    "torch.compile runs a region once in the memory of its CUDA graphs before it captures it; what we kept there it would "
+    "take for its own and refuse to go on"
+)
+
+
+def _is_first_run(tensors: Sequence[torch.Tensor]) -> bool:
+    """Say whether Inductor runs the region on its graphs' stream, without capturing it yet."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")
+    if trees is None or not tensors or tensors[0].device.type != "cuda" or is_capturing():
+        return False
+    manager = trees.get_manager(tensors[0].device.index, create_if_none_exists=False)
+    return manager is not None and torch.cuda.current_stream(tensors[0].device) == manager.stream
 
 
 def _clone(tensor: torch.Tensor, _place: int) -> torch.Tensor:

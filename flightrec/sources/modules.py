@@ -175,7 +175,7 @@ class ModulesSource:
             with quiet():
                 for path, tensor in found:
                     self._keep(tensor, name, path, stamp, Stage.FORWARD)
-        if plan.weight:
+        if plan.weight and found:
             self._weight(plan, stamp)
 
     def left_compiled(self, plan: LayerPlan, found: Sequence[tuple[str, torch.Tensor]]) -> Stamp | None:
@@ -370,6 +370,10 @@ class _Layer:
     def unobserved(self, tensor: str, reason: str) -> None:
         """A compiled region hides this."""
         self._source.unobserved(self.plan, tensor, reason)
+
+    def tell(self, what: str, reason: str) -> None:
+        """Something is not observed in any compiled region."""
+        self._source.tell(what, reason)
 
     def entered_compiled(self, found: Sequence[tuple[str, torch.Tensor]], has_gradients: bool) -> None:
         """Report to the source."""

@@ -126,6 +126,11 @@ class Stamps:
         return len(self._frames())
 
     @property
+    def is_warmup(self) -> bool:
+        """Whether the latest forward from outside was the eager warm-up for a CUDA graph."""
+        return self._is_warmup
+
+    @property
     def is_captured(self) -> bool:
         """Whether the latest module that was entered on this thread, and still runs, is being captured."""
         return 0 <= getattr(self._local, "captured_from", -1) < len(self._frames())
