@@ -120,8 +120,8 @@ def _observe(tensors: Sequence[torch.Tensor], place: int) -> None:
 
 
 _FIRST_RUN = (
-    "torch.compile runs a region once in the memory of its CUDA graphs before it captures it; what we kept there it would "
-    "take for its own and refuse to go on"
+    "torch.compile runs a region once in the memory of its CUDA graphs before it captures it; what we kept there it "
+    "would take for its own and refuse to go on"
 )
 
 

@@ -15,7 +15,7 @@ from flightrec.records import Phase, Stage
 from flightrec.sources.observe import is_lazy
 from flightrec.sources.sink import Sink
 
-_PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL, Phase.WARMUP)
+_PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL)
 _GRADIENT_PHASE = Phase.TRAIN  # a backward pass belongs to training, whichever forward it goes through
 
 
