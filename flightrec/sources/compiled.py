@@ -176,7 +176,7 @@ def define() -> None:
         return
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
-    library = torch.library.Library("flightrec", "DEF")
+    library = torch.library.Library("flightrec", "FRAGMENT")
     _library.append(library)
     library.define("observe(Tensor[] tensors, int place) -> ()")
     library.impl("observe", _observe, "CompositeExplicitAutograd")
