@@ -16,6 +16,7 @@ from flightrec.records import NO_MICROBATCH, TENSORS, Key, Phase, Stage
 from flightrec.ring.layout import QuantizedParts
 from flightrec.sources.choose import choose_sources
 from flightrec.sources.extract import extract
+from flightrec.sources.watched import is_watched
 
 TRAINING = tuple(t for t in TENSORS if t not in ("loss", "metric", "parameter"))
 
@@ -189,6 +190,8 @@ def assert_untouched(model: torch.nn.Module) -> None:
     for module in model.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
+        assert not module._forward_pre_hooks_with_kwargs
+        assert not is_watched(module)
     for parameter in model.parameters():
         assert not parameter._post_accumulate_grad_hooks
         assert not parameter._backward_hooks

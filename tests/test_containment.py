@@ -44,6 +44,7 @@ WALLS = {
     "capture.Capture.guard", "capture.Capture.disarm", "engine.Engine._contain", "sources.base.Keeper.fail",
     "sources.modules._Layer.entered", "sources.modules._Layer.left", "sources.modules.ModulesSource._on_gradient",
     "sources.modules.ModulesSource.failed", "sources.parameters.Parameters._on_accumulated",
+    "sources.watched._entering", "sources.watched._leaving",
     "sources.torchao.TorchaoSource.failed", "sources.torchao_patch._listeners", "sources.stamps.must_not_record",
 }  # fmt: skip
 

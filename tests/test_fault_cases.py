@@ -416,3 +416,39 @@ def test_f39_bits_survive_and_plain_h5py_reads_them(tmp_path):
                 assert group["data"].attrs["format"] == record.key.layer
                 assert group["data"].dtype == np.uint8
                 assert group["data"][()].tolist() == CODES[record.key.layer][1]
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(4, 4)
+        self.fc2 = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.fc1(x)
+        return self.fc2(torch.where(x > 0, x, 0 * x / x))
+
+
+@pytest.mark.parametrize("compiled_first", [False, True], ids=["attach first", "compiled and run before attach"])
+def test_f26_a_fault_inside_a_compiled_region_is_blamed_where_it_arose(compiled_first, tmp_path):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = Compiled()
+    call = torch.compile(net, backend="eager", fullgraph=True)
+    healthy = torch.randn(3, 4)
+    if compiled_first:
+        call(healthy).sum().backward()
+    with flightrec.Recorder(config({"kind": "nonfinite"}), directory=tmp_path) as recorder:
+        recorder.attach(net)
+        for x in (healthy, healthy, torch.zeros(3, 4)):
+            with torch.no_grad():
+                net.fc1.bias.mul_(float(x.any()))  # in the last one 0 / 0 arises between the two layers
+            call(x).sum().backward()
+            recorder.step(loss=torch.zeros(()))
+    (incident,) = incidents(tmp_path)
+    assert incident.trigger.iteration == 2
+    keys = [record.key for record in incident.records(layer="fc*") if record.iteration == 2]
+    assert {("fc1", "output"), ("fc2", "activation"), ("fc2", "gradient")} <= {(k.layer, k.tensor) for k in keys}
+    first = incident.blame()[0]
+    assert (first.key.layer, first.key.tensor) == ("fc2", "activation")
+    torch._dynamo.reset()

@@ -13,6 +13,8 @@ from sources_support import (
 )
 from torch import nn
 
+from flightrec.sources.watched import is_watched
+
 
 def test_embeddings_have_no_activation_and_norms_no_weight_operand():
     model = nn.ModuleDict({"emb": nn.Embedding(10, 4), "norm": nn.LayerNorm(4)})
@@ -30,7 +32,7 @@ def test_nothing_is_hooked_that_is_not_selected():
     model = Net()
     sink = RecordingSink(layers={"head"}, tensors={"output"})
     with Watch(model, sink):
-        hooked = {name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks}
+        hooked = {name for name, module in model.named_modules() if is_watched(module)}
         assert hooked == {"", "head"}
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
     assert_untouched(model)

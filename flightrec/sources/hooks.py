@@ -1,4 +1,4 @@
-"""The callables that are hung on modules and tensors.
+"""The callables that are hung on tensors, and on modules that carry hooks of the user's (see ``watched``).
 
 They hold a target and names, never a tensor. Copying or pickling a model while it is observed copies hooks that do
 nothing, so that neither an averaged copy of the model is mistaken for it nor a checkpoint carries our objects.
@@ -6,12 +6,13 @@ nothing, so that neither an averaged copy of the model is mistaken for it nor a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from flightrec.sources import compiled
 from flightrec.sources.stamps import must_not_record
 
 
@@ -36,27 +37,19 @@ class _Hook:
         return _revive, ()
 
 
-class ModuleTarget(Protocol):
-    """What a module's hooks report to."""
-
-    def entered(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The module is about to run with these arguments."""
-
-    def left(self, module: torch.nn.Module, output: object) -> None:
-        """The module returned ``output``, or None if it raised."""
-
-
 class EnterHook(_Hook):
     """Forward pre-hook, registered with keyword arguments."""
 
     __slots__ = ("_target",)
 
-    def __init__(self, target: ModuleTarget) -> None:
+    def __init__(self, target: compiled.Target) -> None:
         self._target = target
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Report the call, unless the module is only being traced."""
-        if not must_not_record():
+        """Report the call; one that is compiled puts an operation into the graph."""
+        if torch.compiler.is_compiling():
+            compiled.entering(module, args, kwargs)
+        elif not must_not_record():
             self._target.entered(module, args, kwargs)
 
 
@@ -65,15 +58,18 @@ class LeaveHook(_Hook):
 
     __slots__ = ("_target",)
 
-    def __init__(self, target: ModuleTarget) -> None:
+    def __init__(self, target: compiled.Target) -> None:
         self._target = target
 
     def __call__(
         self, module: torch.nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: object
-    ) -> None:
-        """Report the result, unless the module is only being traced."""
+    ) -> object | None:
+        """Report the result; one that is compiled may be handed on with its gradient observed."""
+        if torch.compiler.is_compiling():
+            return compiled.leaving(module, output)
         if not must_not_record():
             self._target.left(module, output)
+        return None
 
 
 class GradientHook(_Hook):

@@ -14,7 +14,7 @@ Owns its hooks and their handles; holds no tensor of the run. Runs on the traini
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,13 +23,16 @@ from torch.utils.hooks import RemovableHandle
 
 from flightrec.errors import AttachError
 from flightrec.records import Phase, Stage
+from flightrec.sources import compiled
 from flightrec.sources.base import Keeper
-from flightrec.sources.hooks import EnterHook, GradientHook, LeaveHook, register_first
+from flightrec.sources.hooks import GradientHook, register_first
 from flightrec.sources.parameters import Parameters
-from flightrec.sources.plans import LayerPlan, eval_fast_path, plan_layers, why_unseen
+from flightrec.sources.plans import LayerPlan, plan_layers, why_unseen
 from flightrec.sources.sink import Sink, quiet
 from flightrec.sources.stamps import Stamp, Stamps
 from flightrec.sources.traversal import walk, walk_arguments
+from flightrec.sources.warmup import graphed_for, is_capturing, replays
+from flightrec.sources.watched import Watch
 
 
 class ModulesSource:
@@ -61,14 +64,11 @@ class ModulesSource:
         self._keeper = Keeper(sink, "modules")
         self._parameters = Parameters(model, self._keeper, self.stamps, skip)
         self._layers = [
-            _Layer(self, plan)
+            _Layer(self, plan, bool(skip.get(plan.layer)))
             for plan in plan_layers(model, sink, skip)
             if plan.needs_hooks or plan.module is model or skip.get(plan.layer)
         ]
         self._num_observed = sum(layer.plan.needs_hooks for layer in self._layers)
-        fused = eval_fast_path(model)
-        self._fused = [layer for layer in self._layers if layer.plan.module in fused]
-        self._suspended = False
         self._attached = False
         self._started = False
         self._iteration = 0
@@ -83,7 +83,10 @@ class ModulesSource:
             reason = why_unseen(layer.plan.module)
             if reason:
                 self._keeper.blind(layer.plan.layer, "", reason)
-            layer.install()
+            else:
+                layer.watch.begin()
+        self._tell_what_was_captured()
+        compiled.compile_anew()
         self._parameters.attach()
 
     def detach(self) -> None:
@@ -91,7 +94,7 @@ class ModulesSource:
         self._attached = False
         self._keeper.armed = False
         for layer in self._layers:
-            layer.remove()
+            layer.watch.end()
         self._parameters.detach()
         self._drop_leaf_hooks()
 
@@ -106,7 +109,6 @@ class ModulesSource:
         self._drop_leaf_hooks()
         try:
             self._parameters.attach()
-            self._suspend(False)
         except Exception as error:
             self._keeper.fail("", error)
 
@@ -125,7 +127,11 @@ class ModulesSource:
         """A module is about to run: snapshot what enters it."""
         stamp = self.stamps.enter(plan.module, plan.layer)
         if self.stamps.depth == 1:
-            self._outermost(plan, stamp)
+            self._outermost(stamp)
+        if self.stamps.is_captured:
+            plan.was_captured = True
+        elif plan.was_captured and replays(plan.module):
+            return  # the graph records what the module reads
         phase = stamp.phase
         gradients = plan.dgrad and self._gradients_here(plan, phase)
         name = plan.entering.get(phase)
@@ -136,12 +142,8 @@ class ModulesSource:
                         self._keep(tensor, name, path, stamp, Stage.FORWARD)
                     if gradients and tensor.requires_grad:
                         self._hook_gradient(tensor, "dgrad", path, stamp)
-        if plan.weight and phase is Phase.TRAIN and plan.weight_iteration != self._iteration:
-            plan.weight_iteration = self._iteration
-            weight = plan.module._parameters.get("weight")
-            if weight is not None:
-                with quiet():
-                    self._keep(weight, "weight", "", stamp, Stage.FORWARD)
+        if plan.weight:
+            self._weight(plan, stamp)
 
     def left(self, plan: LayerPlan, output: object) -> None:
         """A module finished: record its result."""
@@ -150,6 +152,8 @@ class ModulesSource:
             return
         keeps = stamp.phase in plan.output
         gradients = plan.gradient and self._gradients_here(plan, stamp.phase)
+        if plan.was_captured and not self.stamps.is_captured and replays(plan.module):
+            keeps = gradients = False  # the graph records them
         # Without a gradient record the model's own output still tells which microbatch a backward pass is of.
         stamps = plan.module is self._model and stamp.phase is Phase.TRAIN and not gradients
         if not (keeps or gradients or stamps):
@@ -161,9 +165,62 @@ class ModulesSource:
                 if (gradients or stamps) and tensor.requires_grad:
                     self._hook_gradient(tensor, "gradient" if gradients else "", path, stamp)
 
+    def entered_compiled(self, plan: LayerPlan, found: Sequence[tuple[str, torch.Tensor]], has_gradients: bool) -> None:
+        """A module inside a compiled region is about to run."""
+        stamp = self.stamps.enter(plan.module, plan.layer, has_gradients)
+        if self.stamps.depth == 1:
+            self._outermost(stamp)
+        name = plan.entering.get(stamp.phase)
+        if name is not None:
+            with quiet():
+                for path, tensor in found:
+                    self._keep(tensor, name, path, stamp, Stage.FORWARD)
+        if plan.weight and found:
+            self._weight(plan, stamp)
+
+    def left_compiled(self, plan: LayerPlan, found: Sequence[tuple[str, torch.Tensor]]) -> Stamp | None:
+        """A module inside a compiled region finished; says which call it was."""
+        stamp = self.stamps.leave(plan.layer)
+        if stamp is not None and stamp.phase in plan.output:
+            with quiet():
+                for path, tensor in found:
+                    self._keep(tensor, "output", path, stamp, Stage.FORWARD)
+        return stamp
+
+    def gradient_compiled(
+        self, plan: LayerPlan, found: Sequence[tuple[str, torch.Tensor]], stamps: Mapping[int, Stamp]
+    ) -> None:
+        """The gradient of a result inside a compiled region; a backward pass of which nothing is known is the latest's.
+
+        A region that is captured was so in its forward too, whose numbers count.
+        """
+        microbatch = self.stamps.backward_of_region()
+        if is_capturing() and stamps:
+            microbatch = list(stamps)[-1]
+        self.stamps.see_backward(microbatch)
+        if not plan.gradient:
+            return
+        call = stamps[microbatch].call if microbatch in stamps else 0
+        stamp = Stamp(plan.layer, microbatch, Phase.TRAIN, call)
+        with quiet():
+            for path, tensor in found:
+                self._keep(tensor, "gradient", path, stamp, Stage.BACKWARD)
+
+    def tell(self, what: str, reason: str) -> None:
+        """Something is not observed anywhere in a compiled region."""
+        self._keeper.blind("", what, reason)
+
+    def unobserved(self, plan: LayerPlan, tensor: str, reason: str) -> None:
+        """A compiled region hides a layer, or a tensor of it."""
+        self._keeper.blind(plan.layer, tensor, reason)
+
     def failed(self, plan: LayerPlan, error: Exception) -> None:
         """A hook raised: switch the layer off."""
         self._keeper.fail(plan.layer, error)
+
+    def is_root(self, plan: LayerPlan) -> bool:
+        """Say whether this is the attached model itself."""
+        return plan.module is self._model
 
     def works(self, plan: LayerPlan) -> bool:
         """Say whether the layer is still observed."""
@@ -171,17 +228,38 @@ class ModulesSource:
 
     # -- inside
 
-    def _outermost(self, plan: LayerPlan, stamp: Stamp) -> None:
+    def _outermost(self, stamp: Stamp) -> None:
         """A forward begins from outside, or a recompute does."""
-        if stamp.phase is Phase.TRAIN:
-            self._suspend(False)
-            if not self._started:
-                self._started = True
-                self._parameters.record(Stage.START)
-        elif stamp.phase is Phase.EVAL and self._fused:
-            self._suspend(True)
-            if any(layer.plan is plan for layer in self._fused):
-                self.stamps.leave(plan.layer)  # its leave hook is gone
+        if stamp.phase is Phase.TRAIN and not self._started and not self.stamps.is_captured:
+            self._started = True
+            self._parameters.record(Stage.START)
+
+    def _weight(self, plan: LayerPlan, stamp: Stamp) -> None:
+        """Record the weight once an iteration; in a capture, whose replays are in others, in its first microbatch."""
+        captured = self.stamps.is_captured
+        due = stamp.microbatch == 0 if captured else plan.weight_iteration != self._iteration
+        if stamp.phase is not Phase.TRAIN or not due:
+            return
+        if not captured:
+            plan.weight_iteration = self._iteration
+        weight = plan.module._parameters.get("weight")
+        if weight is not None:
+            with quiet():
+                self._keep(weight, "weight", "", stamp, Stage.FORWARD)
+
+    def _tell_what_was_captured(self) -> None:
+        """Name, module by module, what replays hide: graphs that were captured before anybody watched."""
+        for layer in self._layers:
+            if graphed_for(layer.plan.module) is None:
+                continue
+            inside = [name for name, _ in layer.plan.module.named_modules() if name]
+            hidden = f": {', '.join(inside)}" if inside else ""
+            self._keeper.blind(
+                layer.plan.layer,
+                "inside of a CUDA graph",
+                "make_graphed_callables captured it before attach; what enters and leaves it is recorded, not what is "
+                f"inside{hidden}. Attach first to see it",
+            )
 
     def _gradients_here(self, plan: LayerPlan, phase: Phase) -> bool:
         """Say whether the graph that is being built is the one that will be walked backward.
@@ -243,51 +321,22 @@ class ModulesSource:
         except Exception as error:
             self._keeper.fail(hook.layer, error)
 
-    def _suspend(self, suspended: bool) -> None:
-        """Take the hooks off modules whose evaluation runs differently with hooks, or put them back."""
-        if suspended == self._suspended or not self._attached:
-            return
-        self._suspended = suspended
-        _apply(self._fused, suspended)
-
     def _drop_leaf_hooks(self) -> None:
         for handle in self._leaf_handles:
             handle.remove()
         self._leaf_handles.clear()
 
 
-def _apply(layers: Iterable[_Layer], removed: bool) -> None:
-    for layer in layers:
-        if removed:
-            layer.remove()
-        else:
-            layer.install()
-
-
 class _Layer:
-    """The two hooks of one module, and the wall that keeps their troubles from the run."""
+    """What is told of one module, and the wall that keeps their troubles from the run."""
 
-    __slots__ = ("_handles", "_source", "plan")
+    __slots__ = ("_has_tap", "_source", "plan", "watch")
 
-    def __init__(self, source: ModulesSource, plan: LayerPlan) -> None:
+    def __init__(self, source: ModulesSource, plan: LayerPlan, has_tap: bool) -> None:
         self._source = source
+        self._has_tap = has_tap  # another source records its operands
         self.plan = plan
-        self._handles: list[RemovableHandle] = []
-
-    def install(self) -> None:
-        """Hook the module, once."""
-        module = self.plan.module
-        if not self._handles and not isinstance(module, torch.jit.ScriptModule):
-            self._handles = [
-                module.register_forward_pre_hook(EnterHook(self), with_kwargs=True),
-                module.register_forward_hook(LeaveHook(self), with_kwargs=True, always_call=True),
-            ]
-
-    def remove(self) -> None:
-        """Unhook the module."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.watch = Watch(plan.module, self)
 
     def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Report to the source; a copy that shares the hooks (a replica) is not the layer."""
@@ -304,3 +353,53 @@ class _Layer:
                 self._source.left(self.plan, output)
         except Exception as error:
             self._source.failed(self.plan, error)
+
+    # -- inside compiled regions
+
+    def wants(self, kind: str) -> bool:
+        """Say whether a compiled region is to tell of this; what it cannot tell is named."""
+        plan = self.plan
+        if kind == compiled.ENTERING:
+            if plan.dgrad:
+                self._source.tell("dgrad inside compiled regions", _NO_DGRAD)
+            if self._has_tap:
+                self._source.unobserved(plan, "quantized operands", _NO_OPERANDS)
+            return True
+        return kind == compiled.LEAVING or plan.gradient or self._source.is_root(plan)
+
+    def unobserved(self, tensor: str, reason: str) -> None:
+        """A compiled region hides this."""
+        self._source.unobserved(self.plan, tensor, reason)
+
+    def tell(self, what: str, reason: str) -> None:
+        """Something is not observed in any compiled region."""
+        self._source.tell(what, reason)
+
+    def entered_compiled(self, found: Sequence[tuple[str, torch.Tensor]], has_gradients: bool) -> None:
+        """Report to the source."""
+        try:
+            if self._source.works(self.plan):
+                self._source.entered_compiled(self.plan, found, has_gradients)
+        except Exception as error:
+            self._source.failed(self.plan, error)
+
+    def left_compiled(self, found: Sequence[tuple[str, torch.Tensor]]) -> Stamp | None:
+        """Report to the source."""
+        try:
+            if self._source.works(self.plan):
+                return self._source.left_compiled(self.plan, found)
+        except Exception as error:
+            self._source.failed(self.plan, error)
+        return None
+
+    def gradient_compiled(self, found: Sequence[tuple[str, torch.Tensor]], stamps: Mapping[int, Stamp]) -> None:
+        """Report to the source."""
+        try:
+            if self._source.works(self.plan):
+                self._source.gradient_compiled(self.plan, found, stamps)
+        except Exception as error:
+            self._source.failed(self.plan, error)
+
+
+_NO_DGRAD = "torch.compile: the gradient of what enters a module is not observed there; that of what leaves one is"
+_NO_OPERANDS = "torch.compile: the quantized operands of a product inside a compiled region are not observed"

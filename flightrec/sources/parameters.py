@@ -126,7 +126,7 @@ class Parameters:
 
     def _on_accumulated(self, hook: AccumulatedHook, parameter: torch.Tensor) -> None:
         try:
-            if not self._keeper.works(hook.layer):
+            if not self._keeper.works(hook.layer) or self._stamps.is_warmup:
                 return
             if self._stamps.only_evaluated:
                 self._keeper.blind("", "", _EVAL_MODE)

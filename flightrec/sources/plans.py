@@ -32,6 +32,7 @@ class LayerPlan:
         gradient: whether the gradient of its result is recorded.
         dgrad: whether the gradient of its arguments is recorded.
         reentrant: its latest training forward ran with gradients off, so that its gradients come from the recompute.
+        was_captured: a CUDA graph captured its forward while it was watched.
         weight_iteration: the iteration in which its weight was recorded last.
     """
 
@@ -43,6 +44,7 @@ class LayerPlan:
     gradient: bool = False
     dgrad: bool = False
     reentrant: bool = False
+    was_captured: bool = False
     weight_iteration: int = -1
 
     @property
@@ -123,21 +125,8 @@ def _weight_owners(model: nn.Module, sink: Sink) -> dict[int, str]:
     return owners
 
 
-def eval_fast_path(model: nn.Module) -> set[nn.Module]:
-    """Modules that torch runs by one fused kernel in evaluation, but only while no hook is on them."""
-    return {
-        inner
-        for module in model.modules()
-        if isinstance(module, nn.TransformerEncoderLayer)
-        for inner in module.modules()
-        if inner is not model
-    }
-
-
 def why_unseen(module: nn.Module) -> str:
     """Reason why a module's hooks would never run, or the empty text."""
     if isinstance(module, torch.jit.ScriptModule):
         return "TorchScript runs without hooks"
-    if getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule":
-        return "torch.compile: nothing inside a compiled region is observed in this version"
     return ""

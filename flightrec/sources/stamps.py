@@ -14,6 +14,7 @@ import torch
 
 from flightrec.records import NO_MICROBATCH, Phase
 from flightrec.sources.sink import Sink
+from flightrec.sources.warmup import is_capturing, is_warming_up
 
 _MAX_FRAMES = 1000
 """More can only be left-overs of forwards that were cut short: Python's own recursion ends there."""
@@ -46,38 +47,55 @@ class Stamps:
         self._last_backward: int | None = None
         self._last_forward = NO_MICROBATCH
         self._seen: set[Phase] = set()
+        self._is_warmup = False
+        self._captured_calls: dict[tuple[str, int, Phase], int] = {}
+        self._captured: dict[str, int] = {}  # captures by their outermost layer, since the last eager forward
 
-    def enter(self, module: torch.nn.Module, layer: str) -> Stamp:
+    def enter(self, module: torch.nn.Module, layer: str, has_gradients: bool | None = None) -> Stamp:
         """Note that ``module`` starts to run, and say what run it is.
 
         A forward inside a backward pass is a recompute. Otherwise the outermost hooked module decides for all below
         it: evaluation if the model is in eval mode or gradients were off when it was entered, else training, also
         where checkpointing switches gradients off further in.
+
+        Eager warm-up for a CUDA graph is a phase of its own and begins no microbatch; nor does a capture, in which
+        microbatches count from 0: its replays have theirs added. ``has_gradients`` says whether gradients are on where
+        this thread's own setting does not, in a compiled region.
         """
         frames = self._frames()
+        captured = self._note_capture(len(frames))
         if in_backward():
             if module is self._root:
                 self._see_root_again()
-            phase, microbatch = Phase.RECOMPUTE, self.backward_microbatch()
+            phase, microbatch = Phase.WARMUP if self._is_warmup else Phase.RECOMPUTE, self.backward_microbatch()
         else:
             stale = bool(frames) and (frames[0].phase is Phase.RECOMPUTE or len(frames) > _MAX_FRAMES)
             if module is self._root or stale:
                 frames.clear()  # what is left was cut short by an exception that no hook saw
+                captured = self._note_capture(0)
+            if not frames:
+                self._is_warmup = not captured and is_warming_up()
             if frames:
                 phase = frames[0].phase
+            elif self._is_warmup:
+                phase = Phase.WARMUP
             else:
-                training = self._root.training and (torch.is_grad_enabled() or _in_function())
+                if has_gradients is None:
+                    has_gradients = torch.is_grad_enabled() or _in_function()
+                training = self._root.training and has_gradients
                 phase = Phase.TRAIN if training else Phase.EVAL
                 self._seen.add(phase)
-                if training and (module is self._root or self._sink.microbatch_index == NO_MICROBATCH):
+                begins = module is self._root or self._sink.microbatch_index == NO_MICROBATCH
+                if training and begins and not captured:
                     self._sink.begin_microbatch_implicit()
-            microbatch = self._sink.microbatch_index
+            microbatch = self._captured_microbatch(layer) if captured else self._sink.microbatch_index
             if phase is Phase.TRAIN:
                 self._last_forward = microbatch
         key = (layer, microbatch, phase)
+        calls = self._captured_calls if captured else self._calls
         with self._lock:
-            call = self._calls.get(key, 0)
-            self._calls[key] = call + 1
+            call = calls.get(key, 0)
+            calls[key] = call + 1
         stamp = Stamp(layer, microbatch, phase, call)
         frames.append(stamp)
         return stamp
@@ -107,6 +125,38 @@ class Stamps:
         """How many hooked modules are running on this thread."""
         return len(self._frames())
 
+    @property
+    def is_warmup(self) -> bool:
+        """Whether the latest forward from outside was the eager warm-up for a CUDA graph."""
+        return self._is_warmup
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the latest module that was entered on this thread, and still runs, is being captured."""
+        return 0 <= getattr(self._local, "captured_from", -1) < len(self._frames())
+
+    def _note_capture(self, depth: int) -> bool:
+        """Note where in the stack of this thread's frames a capture began; says whether there is one."""
+        local = self._local
+        if not is_capturing():
+            local.captured_from = -1
+            if depth == 0 and self._captured:
+                self._captured.clear()
+                self._captured_calls.clear()
+            return False
+        if not 0 <= getattr(local, "captured_from", -1) < depth:
+            local.captured_from = depth
+        return True
+
+    def _captured_microbatch(self, layer: str) -> int:
+        """Microbatch within a capture: how often its outermost layer was captured before."""
+        local = self._local
+        if local.captured_from == len(self._frames()):
+            local.captured_microbatch = self._captured.get(layer, 0)
+            self._captured[layer] = local.captured_microbatch + 1
+        microbatch: int = local.captured_microbatch
+        return microbatch
+
     def see_backward(self, microbatch: int) -> None:
         """Note which microbatch the backward pass that runs on this thread belongs to."""
         task = torch._C._current_graph_task_id()
@@ -119,6 +169,12 @@ class Stamps:
         """The whole model is recomputed: nothing of this backward pass was seen, so it is the latest forward's."""
         if self._last_forward != NO_MICROBATCH and torch._C._current_graph_task_id() not in self._backward:
             self.see_backward(self._last_forward)
+
+    def backward_of_region(self) -> int:
+        """Microbatch of a backward pass through a compiled region; if nothing was seen of it, of the latest forward."""
+        with self._lock:
+            microbatch = self._backward.get(torch._C._current_graph_task_id(), self._last_forward)
+        return self._sink.microbatch_index if microbatch == NO_MICROBATCH else microbatch
 
     def backward_microbatch(self) -> int:
         """Microbatch of this backward pass; if nothing was seen of it, of the latest one, else the current one."""
@@ -156,10 +212,10 @@ def in_backward() -> bool:
 
 
 def must_not_record() -> bool:
-    """Say whether the code that runs is being traced, transformed or captured, so that its tensors hold no values yet.
+    """Say whether the code that runs is being traced or transformed, so that its tensors hold no values yet.
 
-    Called first by every hook; under ``torch.compile`` the compiler folds it to True and drops the hook's body. Never
-    raises an ``Exception``.
+    Called first by every hook; under ``torch.compile`` the compiler folds it to True and drops the hook's body. What is
+    captured into a CUDA graph is recorded: its replays are the run. Never raises an ``Exception``.
     """
     if torch.compiler.is_compiling():
         return True
@@ -175,7 +231,6 @@ def must_not_record() -> bool:
 
 _complained = False
 _log = logging.getLogger("flightrec")
-_HAS_CUDA = torch.version.cuda is not None or torch.version.hip is not None
 
 
 def _is_traced() -> bool:
@@ -186,5 +241,4 @@ def _is_traced() -> bool:
         or mode(keys.FUNCTIONAL) is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-        or (_HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
     )

@@ -32,6 +32,7 @@ from flightrec.sources.te_parts import parts_of
 from flightrec.sources.te_products import rows_of
 from flightrec.sources.te_run import Listener, Run
 from flightrec.sources.te_state import has_columnwise, is_storage, state_of
+from flightrec.sources.warmup import is_capturing
 
 _PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL)
 _PRODUCT_TENSORS = ("activation", "weight", "gradient", "output", "wgrad", "dgrad")
@@ -119,7 +120,7 @@ class TeSource:
     def listen(self, kind: Kind) -> Listener | None:
         """The layer of ours that runs on this thread, if it is of this kind; None outside of our model."""
         stamp = self.stamps.current()
-        if stamp is None:
+        if stamp is None or stamp.phase is Phase.WARMUP:
             return None
         layer = self._layers.get(stamp.layer)
         if layer is None or layer.kind is not kind:
@@ -137,8 +138,12 @@ class TeSource:
             return None
         stamp = self.stamps.current()
         if stamp is not None and stamp.layer == layer.layer:
-            return Listener(self, stamp, layer), False
-        return Listener(self, self.stamps.enter(layer.module, layer.layer), layer), True
+            return None if stamp.phase is Phase.WARMUP else (Listener(self, stamp, layer), False)
+        entered = self.stamps.enter(layer.module, layer.layer)
+        if entered.phase is Phase.WARMUP:
+            self.stamps.leave(layer.layer)
+            return None
+        return Listener(self, entered, layer), True
 
     def leave_operation(self, listener: Listener) -> None:
         """The operation returned, or raised."""
@@ -166,9 +171,8 @@ class TeSource:
             return
         if stage is Stage.BACKWARD and name not in self._rowwise_only:
             return
-        if self._weights.get((name, stage)) == self._iteration:
+        if not self._is_weight_due(name, stage, listener.stamp):
             return
-        self._weights[name, stage] = self._iteration
         if stage is Stage.FORWARD and not has_columnwise(operand):
             self._rowwise_only.add(name)
         self.operand(listener, run, index, "weight", operand, phase, stage)
@@ -196,10 +200,8 @@ class TeSource:
         name = listener.layer.all_experts
         if (name, tensor, phase) not in self._wanted or not self._keeper.works(name):
             return
-        if tensor == "weight":
-            if phase is not Phase.TRAIN or self._weights.get((name, stage)) == self._iteration:
-                return
-            self._weights[name, stage] = self._iteration
+        if tensor == "weight" and (phase is not Phase.TRAIN or not self._is_weight_due(name, stage, listener.stamp)):
+            return
         try:
             with quiet():
                 plain, splits = rows_of(operand)
@@ -223,6 +225,14 @@ class TeSource:
             self._keeper.blind(name, tensor, reason)
 
     # -- inside
+
+    def _is_weight_due(self, name: str, stage: Stage, stamp: Stamp) -> bool:
+        """Say yes once an iteration; in a capture, whose replays are in others, in its first microbatch."""
+        if is_capturing():
+            return stamp.microbatch == 0
+        due = self._weights.get((name, stage)) != self._iteration
+        self._weights[name, stage] = self._iteration
+        return due
 
     def _plain(
         self, name: str, tensor: str, operand: torch.Tensor, stamp: Stamp, phase: Phase, stage: Stage, part: str

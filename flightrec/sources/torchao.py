@@ -105,7 +105,8 @@ class TorchaoSource:
     def current(self) -> Stamp | None:
         """Stamp of the layer of ours that runs on this thread, or None."""
         stamp = self.stamps.current()
-        return stamp if stamp is not None and stamp.layer in self._claims else None
+        is_ours = stamp is not None and stamp.layer in self._claims and stamp.phase is not Phase.WARMUP
+        return stamp if is_ours else None
 
     def forward_begins(self, stamp: Stamp, activation: torch.Tensor, weight: torch.Tensor) -> None:
         """A product starts: operands that come as Float8 tensors already will not be cast, so take them here."""
