@@ -57,6 +57,10 @@ class Keeper:
         """Say whether this layer is still to be observed."""
         return self.armed and layer not in self._failed
 
+    def wants(self, layer: str, tensor: str, phase: Phase, stage: Stage) -> bool:
+        """Say whether such a tensor would be kept in this iteration; ask before looking at it."""
+        return self.sink.wants(layer, tensor, phase, stage)
+
     def keep(
         self,
         value: torch.Tensor,

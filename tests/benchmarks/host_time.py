@@ -6,7 +6,7 @@
 modules over kernels written in torch, on a GPU the model of ``te_cost.py``. Without ``--kernels`` the implementation
 that ``kernels.ops.choose`` would give is replaced by a function that does nothing, so that what is left is the way to
 the launch. Each stage is timed by a clock around the function that begins it and holds what is not in a later one;
-``whole step`` is the difference of the medians of a step with and without the recorder, for each record. Prints a
+``whole step`` is the difference of a step with and without the recorder, for each record. Prints a
 Markdown table in microseconds; shares are worth more than the figures of a machine that does other things beside.
 """
 
@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +162,17 @@ def steps(bench: Any, count: int, after: Callable[[], object] = lambda: None) ->
     return found
 
 
+def quantile(samples: Sequence[float], at: float) -> float:
+    """The sample below which this share of them lies."""
+    return sorted(samples)[min(int(at * len(samples)), len(samples) - 1)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("mlp", "te"), default="mlp")
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--budget", default="none")
+    parser.add_argument("--at", type=float, default=0.5, help="quantile; a low one on a machine that is not quiet")
     parser.add_argument("--kernels", action="store_true", help="launch the real kernels")
     parser.add_argument("--profile", action="store_true", help="print where the time goes by function")
     options = parser.parse_args()
@@ -189,7 +195,7 @@ def measure(bench: Any, options: argparse.Namespace) -> None:
         steps(bench, 8, recorder.step)
         ring = recorder._capture.engine.ring
         recorded = steps(bench, count, recorder.step)
-        num_records = statistics.median(len(ring.index(recorder._tick - 1 - i).layout_ids) for i in range(count))
+        num_records = statistics.median(len(ring.index(recorder._tick - 1 - i).layout_ids) for i in range(min(count, 32)))
         if options.profile:
             profile(bench, count, recorder)
         with stages.installed():
@@ -205,16 +211,17 @@ def measure(bench: Any, options: argparse.Namespace) -> None:
 
             steps(bench, count, note)
     per = max(num_records, 1)
-    print(f"{options.model}, budget {options.budget}: {num_records:g} records a step; us a record, medians\n")
+    print(f"{options.model}, budget {options.budget}: {num_records:g} records a step; us a record\n")
     print("| stage | us a record |\n|---|---|")
     for stage in dict.fromkeys([*(name for _, _, name in PLACES), LAUNCH]):
         if stage in sums:
-            print(f"| {stage} | {statistics.median(sums[stage]) / per:.2f} |")
-    total = sum(statistics.median(samples) for samples in sums.values()) / per
-    added = (statistics.median(recorded) - statistics.median(quiet)) * 1e6
+            print(f"| {stage} | {quantile(sums[stage], options.at) / per:.2f} |")
+    total = sum(quantile(samples, options.at) for samples in sums.values()) / per
+    before = quantile(quiet, options.at)
+    added = (quantile(recorded, options.at) - before) * 1e6
     print(f"| sum, clock included | {total:.2f} |")
     print(f"| whole step, clock not included | {added / per:.2f} |")
-    print(f"\nstep: {statistics.median(quiet) * 1e6:.0f} us without, {added:+.0f} us with the recorder")
+    print(f"\nstep: {before * 1e6:.0f} us without, {added:+.0f} us with the recorder")
 
 
 def profile(bench: Any, count: int, recorder: Any) -> None:
