@@ -89,4 +89,5 @@ class Latest:
         for (name, tensor), (known, looks) in zip(quantized.components.items(), self._parts, strict=True):
             if name != known or not _looks_like(tensor, looks):
                 return False
+        self._template = quantized.template
         return True

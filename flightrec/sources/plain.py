@@ -41,7 +41,7 @@ def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a strided tensor is contiguous and all its elements lie inside its memory."""
     if not tensor.is_contiguous():
         return False
-    end_bytes, offset = tensor.nbytes, tensor.storage_offset()
-    if offset:
-        end_bytes += offset * tensor.element_size()
-    return end_bytes <= tensor.untyped_storage().nbytes()
+    offset_bytes = tensor.storage_offset()
+    if offset_bytes:
+        offset_bytes *= tensor.element_size()
+    return offset_bytes + tensor.nbytes <= tensor.untyped_storage().nbytes()
