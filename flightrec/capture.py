@@ -85,6 +85,7 @@ class Capture:
         self.on_first_microbatch: Callable[[], None] | None = None
         self.rotation = Rotation(config)
         self._config = config
+        self._has_no_every = all(entry.every == 1 for entry in config.select)
         self._microbatch = NO_MICROBATCH
         self._is_explicit = False
         self._dead_parts: set[str] = set()
@@ -104,15 +105,13 @@ class Capture:
 
     def wants(self, layer: str, tensor: str, phase: Phase, stage: Stage) -> bool:
         """Whether ``capture`` would keep a sighting that rotates in this iteration: see the protocol."""
-        if self.off:
-            return False
+        rotation = self.rotation
+        if self.off or (self._has_no_every and rotation.records_all):
+            return not self.off
         selection = self._config.selects(layer, tensor, phase, stage)
-        if selection is None:
-            return False
-        rotation, every = self.rotation, selection.every
-        if every == 1 and rotation.records_all:
-            return True
-        return not rotation.skips(layer, tensor, every, self.iteration, rotates=True)
+        return selection is not None and not rotation.skips(
+            layer, tensor, selection.every, self.iteration, rotates=True
+        )
 
     def capture(
         self,

@@ -152,18 +152,10 @@ class Ring:
         """
         if torch.is_grad_enabled():  # sources have switched it off already
             with torch.no_grad():
-                return self._record(key, high_precision, quantized, keep, valid_rows, splits)
-        return self._record(key, high_precision, quantized, keep, valid_rows, splits)
-
-    def _record(
-        self,
-        key: Key,
-        high_precision: torch.Tensor | None,
-        quantized: QuantizedParts | None,
-        keep: frozenset[str],
-        valid_rows: int | torch.Tensor | None,
-        splits: torch.Tensor | None,
-    ) -> RecordLayout | None:
+                return self.record(
+                    key, high_precision=high_precision, quantized=quantized, keep=keep, valid_rows=valid_rows,
+                    splits=splits,
+                )  # fmt: skip
         with self._lock:
             assert self._tick >= 0, "begin() comes first"
             entry = self._registry.claim(key, self._tick)
