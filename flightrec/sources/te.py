@@ -9,7 +9,7 @@ forward's operand lacked are recorded at stage ``backward``. A weight gradient t
 a running sum: part ``main_grad``.
 
 While attached, functions of Transformer Engine are replaced for the whole process (see ``te_patch``). Runs on the
-training thread and on autograd's threads; holds operands only while the product runs.
+training thread and on autograd's threads; holds operands only while the product runs, and what ``te_template`` keeps.
 """
 
 from __future__ import annotations
