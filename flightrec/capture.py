@@ -21,6 +21,7 @@ from flightrec.config.selection import Keep, Selection
 from flightrec.engine import Engine
 from flightrec.hosthooks import describe
 from flightrec.records import NO_MICROBATCH, TENSORS, Key, Phase, Stage
+from flightrec.ring.layout import QuantizedParts
 from flightrec.ring.registry import MAX_CALLS, MAX_KEYS
 from flightrec.sources.extract import extract
 from flightrec.sources.observe import Observed, observe
@@ -42,6 +43,24 @@ _STAGE_OF = {
     "metric": Stage.AFTER_STEP,
 }
 """Where in an iteration a tensor that is recorded by hand stands; the others in the forward pass."""
+
+
+class _Site:
+    """What is the same at every record of one key.
+
+    Attributes:
+        name: of the part that is disarmed when such a record fails.
+        key: whose.
+        selection: what of it is kept; None: it is not selected.
+        every: of its selection.
+    """
+
+    __slots__ = ("every", "key", "name", "selection")
+
+    def __init__(self, key: Key, selection: Selection | None) -> None:
+        self.name = _name(key.layer, key.tensor)
+        self.key, self.selection = key, selection
+        self.every = 1 if selection is None else selection.every
 
 
 class Capture:
@@ -66,10 +85,12 @@ class Capture:
         self.on_first_microbatch: Callable[[], None] | None = None
         self.rotation = Rotation(config)
         self._config = config
+        self._has_no_every = all(entry.every == 1 for entry in config.select)
         self._microbatch = NO_MICROBATCH
         self._is_explicit = False
         self._dead_parts: set[str] = set()
         self._notes: dict[tuple[str, str], str] = {}
+        self._sites: dict[tuple[str, str, str, int, Phase, int, Stage], _Site] = {}
 
     # -- Sink --------------------------------------------------------------------------------------------------------
 
@@ -81,6 +102,16 @@ class Capture:
     def selects(self, layer: str, tensor: str, phase: Phase, stage: Stage | None = None) -> Selection | None:
         """What of this tensor is kept, or None."""
         return self._config.selects(layer, tensor, phase, stage)
+
+    def wants(self, layer: str, tensor: str, phase: Phase, stage: Stage) -> bool:
+        """Whether ``capture`` would keep a sighting that rotates in this iteration: see the protocol."""
+        rotation = self.rotation
+        if self.off or (self._has_no_every and rotation.records_all):
+            return not self.off
+        selection = self._config.selects(layer, tensor, phase, stage)
+        return selection is not None and not rotation.skips(
+            layer, tensor, selection.every, self.iteration, rotates=True
+        )
 
     def capture(
         self,
@@ -107,19 +138,26 @@ class Capture:
         engine = self.engine
         if self.off or engine is None:
             return
-        name = f"{tensor} of {layer!r}"
-        if self._dead_parts and name in self._dead_parts:
-            return
         try:
-            selection = self._config.selects(layer, tensor, phase, stage)
-            rotation = self.rotation
-            if selection is None or rotation.skips(layer, tensor, selection.every, self.iteration, rotates=rotates):
+            site = self._sites.get((layer, tensor, part, microbatch, phase, call, stage))
+            if site is None:
+                site = self._new_site(Key(layer, tensor, part, microbatch, phase, call, stage))
+            if self._dead_parts and site.name in self._dead_parts:
+                return
+            selection, rotation = site.selection, self.rotation
+            if selection is None:
+                return
+            if not (site.every == 1 and rotation.records_all) and rotation.skips(
+                layer, tensor, site.every, self.iteration, rotates=rotates
+            ):
                 return
             if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 self.blind(layer, tensor, "seen inside a CUDA graph capture, whose replays are not recorded")
                 return
-            parts = None
-            if quantized is not None or columnwise is not None:
+            parts: QuantizedParts | None = None
+            if columnwise is None and type(quantized) is QuantizedParts:
+                parts = quantized
+            elif quantized is not None or columnwise is not None:
                 parts, reason = extract(quantized, columnwise)
                 if parts is None:
                     self.blind(layer, tensor, reason)
@@ -132,7 +170,7 @@ class Capture:
             counts = None if splits is None else splits_on(engine.device, splits, high_precision, parts)
             begun = rotation.costs.begin()
             layout = engine.record(
-                Key(layer, tensor, part, microbatch, phase, call, stage),
+                site.key,
                 high_precision=high_precision,
                 quantized=parts,
                 keep=selection.keep if keep is None else keep,
@@ -153,7 +191,14 @@ class Capture:
                     high_precision=counts,
                 )  # fmt: skip
         except Exception as error:
-            self.disarm(name, error)
+            self.disarm(_name(layer, tensor), error)
+
+    def _new_site(self, key: Key) -> _Site:
+        """Remembered, up to a number that only a key that never comes again can pass."""
+        site = _Site(key, self._config.selects(key.layer, key.tensor, key.phase, key.stage))
+        if len(self._sites) < MAX_KEYS:
+            self._sites[key.layer, key.tensor, key.part, key.microbatch, key.phase, key.call, key.stage] = site
+        return site
 
     def blind(self, layer: str, tensor: str, reason: str) -> None:
         """Note that a selected tensor is not recorded, and why; logged once, told in every incident."""
@@ -310,6 +355,10 @@ class Capture:
             self.on_first_microbatch()
         self._microbatch = index
         self.num_microbatches = max(self.num_microbatches, index + 1)
+
+
+def _name(layer: str, tensor: str) -> str:
+    return f"{tensor} of {layer!r}"
 
 
 class Guard:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 NO_MICROBATCH = -1
@@ -26,6 +26,8 @@ class Phase(str, enum.Enum):
     EVAL = "eval"
     WARMUP = "warmup"
 
+    __hash__ = str.__hash__  # as its text, which it equals; enum's own is a Python function, called at every record
+
 
 class Stage(str, enum.Enum):
     """Where in an iteration a tensor was seen, in the order in which faults are blamed."""
@@ -38,6 +40,8 @@ class Stage(str, enum.Enum):
     UNSCALED = "unscaled"
     CLIPPED = "clipped"
     AFTER_STEP = "after_step"
+
+    __hash__ = str.__hash__
 
     @property
     def order(self) -> int:
@@ -115,8 +119,15 @@ class Statistic(enum.IntEnum):
 NUM_STATISTICS = len(Statistic)
 
 
+class _Hashed:
+    """Place for a hash beside the fields of a frozen dataclass: no field, so that it is never copied or pickled."""
+
+    __slots__ = ("_hash",)
+    _hash: int
+
+
 @dataclass(frozen=True, slots=True)
-class Key:
+class Key(_Hashed):
     """Names one tensor sighting within an iteration; constant from iteration to iteration."""
 
     layer: str
@@ -126,6 +137,20 @@ class Key:
     phase: Phase = Phase.TRAIN
     call: int = 0
     stage: Stage = Stage.FORWARD
+
+    def __hash__(self) -> int:
+        """That of the fields, computed once: a key is looked up at every record."""
+        try:
+            return self._hash
+        except AttributeError:
+            fields = (self.layer, self.tensor, self.part, self.microbatch, self.phase, self.call, self.stage)
+            object.__setattr__(self, "_hash", hash(fields))
+            return self._hash
+
+    @property
+    def series(self) -> Key:
+        """The key without its microbatch: what has one sample an iteration, and a column of its own in the history."""
+        return replace(self, microbatch=NO_MICROBATCH)
 
     def blame_order(self, sequence: int, num_microbatches: int) -> tuple[int, int, int]:
         """Sort key within one (attempt, iteration): microbatch, stage, sequence."""

@@ -43,10 +43,14 @@ class RecordingSink:
         self.blinds: dict[tuple[str, str], str] = {}
         self.errors: list[Exception] = []
         self.fail_on: Callable[[Key], bool] | None = None
+        self.turn: Callable[[str], bool] | None = None
 
     def selects(self, layer: str, tensor: str, phase: Phase, stage: Stage | None = None) -> object | None:
         wanted = tensor in self.tensors and phase in self.phases and (stage is None or stage in self.stages)
         return True if wanted and (self.layers is None or layer in self.layers) else None
+
+    def wants(self, layer: str, tensor: str, phase: Phase, stage: Stage) -> bool:
+        return self.turn is None or self.turn(layer)
 
     def capture(
         self, layer, tensor, *, part="", microbatch, phase, call, stage, high_precision=None, quantized=None,

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from flightrec.records import NO_MICROBATCH, Key, Phase, Stage
-from flightrec.rules.series import SeriesIndex, series_name, series_of
+from flightrec.rules.series import SeriesIndex, series_name
 
 A, B = Key("a", "activation", microbatch=0), Key("b", "activation", microbatch=0)
 
 
 def test_series_is_the_key_without_its_microbatch():
-    assert series_of(replace(A, microbatch=3)) == replace(A, microbatch=NO_MICROBATCH)
+    assert replace(A, microbatch=3).series == replace(A, microbatch=NO_MICROBATCH)
     different = [A, replace(A, part="x"), replace(A, call=1), replace(A, stage=Stage.BACKWARD), B]
-    assert len({series_of(key) for key in different}) == 5
-    assert len({series_name(series_of(key)) for key in different}) == 5
+    assert len({key.series for key in different}) == 5
+    assert len({series_name(key.series) for key in different}) == 5
 
 
 def test_names_of_odd_layers_stay_apart():
@@ -65,9 +65,9 @@ def test_twins_and_tensors():
 
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_grouping_may_merge_more_than_microbatches(num_rows):
-    index = SeriesIndex(torch.device("cpu"), lambda key: replace(series_of(key), part=""))
+    index = SeriesIndex(torch.device("cpu"), lambda key: replace(key.series, part=""))
     for row in range(num_rows):
         index.add(replace(A, part=str(row)), row)
     assert index.num_series == 1
-    assert index.series == [series_of(A)]
+    assert index.series == [A.series]
     assert index.tables(4).shape == (1, num_rows)

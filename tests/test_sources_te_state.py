@@ -6,7 +6,8 @@ import pytest
 import te_cpu
 import torch
 
-from flightrec.sources.te_state import has_columnwise, is_storage, recipe_fields, state_of
+from flightrec.sources.te_classes import is_storage
+from flightrec.sources.te_state import has_columnwise, recipe_fields, state_of
 
 
 def recipes():

@@ -126,6 +126,11 @@ class Rotation:
 
     # -- every record, any thread
 
+    @property
+    def records_all(self) -> bool:
+        """Whether nothing takes turns in this iteration, so that ``skips`` need not be asked where ``every`` is 1."""
+        return self.share is None or self._turn is None
+
     def skips(self, layer: str, tensor: str, every: int, iteration: int, *, rotates: bool) -> bool:
         """Whether this sighting is left out of the current iteration: not its turn, or not its n-th iteration.
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from flightrec.records import Key, Phase, RecordLayout, Stage, Statistic
-from flightrec.rules.series import series_name, series_of
+from flightrec.rules.series import series_name
 from flightrec.storage.facts import HistoryPiece
 from flightrec.storage.schema import HISTORY_STATISTICS, PLAIN_STATISTICS
 from flightrec.writer.history import BLOCK_SERIES, NUM_COLUMNS, PLAIN, QUANTIZED, HistoryMemory
@@ -205,7 +205,7 @@ class SampleHistory:
             if layout.key.tensor in SCALARS and not layout.key.layer:
                 continue
             kinds[number] = PLAIN if layout.quantizer < 0 else QUANTIZED
-            places[number] = self._place(series_of(layout.key), int(kinds[number]))
+            places[number] = self._place(layout.key.series, int(kinds[number]))
         rows = np.fromiter((layout.row for layout in new), np.int64, len(new))
         self._kind_of = np.concatenate([self._kind_of, kinds])
         self._place_of = np.concatenate([self._place_of, places])

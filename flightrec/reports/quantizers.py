@@ -17,7 +17,7 @@ from flightrec.errors import FlightrecError, IncidentError
 from flightrec.reports.summary import key_of, plain
 from flightrec.storage.read import Incident, open_incident
 from flightrec.storage.record import Record
-from flightrec.storage.scale_age import ScaleAge, series_of
+from flightrec.storage.scale_age import ScaleAge
 from flightrec.storage.series import History, Series
 
 DOCUMENT = "flightrec-quantizers"
@@ -61,7 +61,7 @@ def quantizers_of(incident: Incident, layer: str, tensor: str | None = None) -> 
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in found:
         if _is_quantized(record):
-            groups.setdefault((record.rank, series_of(record.key)), []).append(record)
+            groups.setdefault((record.rank, record.key.series), []).append(record)
     if not groups:
         what = f"{len(found)} records are selected, none of them quantized" if found else "no record is selected"
         wanted = f"layer {layer!r}" + (f", tensor {tensor!r}" if tensor else "")
@@ -94,8 +94,8 @@ def _some_quantized(incident: Incident) -> str:
 def _quantizer(incident: Incident, records: Sequence[Record]) -> Document:
     last = records[-1]
     history = next(rank.history for rank in incident.ranks if rank.rank == last.rank)
-    key = series_of(last.key)
-    series = next((entry for entry in history.all_series if series_of(entry.key) == key), None)
+    key = last.key.series
+    series = next((entry for entry in history.all_series if entry.key.series == key), None)
     info = last.metadata
     return {
         "rank": last.rank,

@@ -41,6 +41,8 @@ class QuantizedParts:
         is_understood: False for arrays of unknown meaning: they are kept, and no rule sees them.
         has_rows: False where dimension 0 of the high-precision tensor is not what ``valid_rows`` counts (the values of
             a sparse tensor).
+        template: the very same object only for parts that differ in nothing but their tensors' values and strides;
+            None if that is not known.
     """
 
     info: QuantizerInfo
@@ -49,6 +51,7 @@ class QuantizedParts:
     pair_codes: str | None = None
     is_understood: bool = True
     has_rows: bool = True
+    template: object | None = None
 
     def format(self, name: str) -> str:
         """Element format of a component."""

@@ -18,6 +18,7 @@ from flightrec.kernels.formats import dtype_name
 from flightrec.kernels.plan import CapturePlan, Destination
 from flightrec.records import NO_MICROBATCH, Component, Key, QuantizerInfo, RecordLayout, Representation
 from flightrec.ring.layout import Place, QuantizedParts, Segments, build_components, build_plan
+from flightrec.ring.looks import Latest, looks_of
 from flightrec.ring.memory import Contributor
 from flightrec.ring.statistics import StatisticsMatrix
 
@@ -67,6 +68,7 @@ class Entry:
     reason: str = ""
     info: QuantizerInfo | None = None
     quantizer: int = -1
+    latest: Latest | None = None
 
     @property
     def group(self) -> Group:
@@ -132,8 +134,23 @@ class Registry:
         left_out: str,
     ) -> Placed:
         """The layout that fits these tensors, made at first sight; ``left_out`` says why bytes are not wanted now."""
+        latest = entry.latest
+        if latest is not None and latest.fits(high_precision, quantized, keep, left_out):
+            return latest.placed
+        placed = self._find(entry, high_precision, quantized, keep, left_out)
+        entry.latest = Latest(placed, high_precision, quantized, keep, left_out)
+        return placed
+
+    def _find(
+        self,
+        entry: Entry,
+        high_precision: torch.Tensor | None,
+        quantized: QuantizedParts | None,
+        keep: frozenset[str],
+        left_out: str,
+    ) -> Placed:
         signature: Hashable = (
-            None if high_precision is None else _looks(high_precision),
+            None if high_precision is None else looks_of(high_precision),
             None if quantized is None else self._quantized_signature(entry, quantized),
             keep,
             left_out,
@@ -188,7 +205,7 @@ class Registry:
     def _quantized_signature(self, entry: Entry, quantized: QuantizedParts) -> Hashable:
         if entry.info is not quantized.info and entry.info != quantized.info:
             entry.info, entry.quantizer = quantized.info, self.quantizer_id(quantized.info)
-        looks = tuple((name, *_looks(tensor)) for name, tensor in quantized.components.items())
+        looks = tuple((name, *looks_of(tensor)) for name, tensor in quantized.components.items())
         return (entry.quantizer, quantized.pair_codes, looks, tuple(quantized.formats.items()))
 
     # -- at first sight
@@ -321,6 +338,7 @@ class Registry:
             # Signatures whose bytes were left out for this tick alone must find a place the next time they come.
             if place is None and entry.group not in self.dropped:
                 entry.placed.clear()
+                entry.latest = None
         self._rebind()
         return changed
 
@@ -393,10 +411,6 @@ def _without_shape(entry: Entry, high_precision: torch.Tensor | None, quantized:
         tuple(quantized.components),
         build_plan(high_precision, quantized),
     )
-
-
-def _looks(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device, torch.layout]:
-    return (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
 
 
 def _in_order(kept_tensor: torch.Tensor | None, kept_parts: QuantizedParts | None) -> Iterator[torch.Tensor]:

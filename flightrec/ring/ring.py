@@ -106,6 +106,7 @@ class Ring:
         self._tick = -1
         self._indexes: dict[int, IterationIndex] = {}
         self._layout_ids: list[int] = []
+        self._entries: tuple[torch.Tensor, torch.Tensor] | None = None  # the tick's slot and number, made once a tick
 
     # -- every iteration
 
@@ -116,7 +117,7 @@ class Ring:
                 self._new_slot_table(1, tick)
             elif not self.committed:
                 self.commit()
-            self._tick = tick
+            self._tick, self._entries = tick, None
             index = self._indexes[tick] = IterationIndex(tick)
             self._layout_ids = index.layout_ids
             oldest = tick - self._remembered_ticks
@@ -150,26 +151,36 @@ class Ring:
         Returns:
             the record's layout; None when there are too many calls in this tick, or too many keys.
         """
-        parts = () if quantized is None else tuple(quantized.components.values())
-        with torch.no_grad():
-            with self._lock:
-                assert self._tick >= 0, "begin() comes first"
-                entry = self._registry.claim(key, self._tick)
-                if entry is None:
-                    return None
-                placed = self._registry.find(entry, high_precision, quantized, keep, self._left_out(key))
-                self._layout_ids.append(placed.layout.layout_id)
-                slot, tick = self.slots.table_entry(self._tick), self.slots.tick_entry(self._tick)
-                self._streams.enter()
-                experts = None if splits is None else self._claim_experts(placed, len(splits))
-            if placed.destination is not None:
-                if isinstance(valid_rows, torch.Tensor) and valid_rows.device != self.device:
-                    valid_rows = int(valid_rows.numpy().reshape(-1)[0]) if valid_rows.device.type == "cpu" else None
-                valid_rows = splits.sum() if splits is not None and valid_rows is None else valid_rows
-                self._capture(placed.plan, placed.destination, high_precision, parts, slot, tick, valid_rows)
-                if experts is not None and splits is not None:
-                    self._experts.write(experts, placed.plan, high_precision, parts, splits, slot, tick)
+        if torch.is_grad_enabled():  # sources have switched it off already
+            with torch.no_grad():
+                return self.record(
+                    key, high_precision=high_precision, quantized=quantized, keep=keep, valid_rows=valid_rows,
+                    splits=splits,
+                )  # fmt: skip
+        with self._lock:
+            assert self._tick >= 0, "begin() comes first"
+            entry = self._registry.claim(key, self._tick)
+            if entry is None:
+                return None
+            left_out = "" if self._microbatches == "all" else self._left_out_by(self._microbatches, key)
+            placed = self._registry.find(entry, high_precision, quantized, keep, left_out)
+            self._layout_ids.append(placed.layout.layout_id)
+            slot, tick = self._entries or self._tick_entries()
+            self._streams.enter()
+            experts = None if splits is None else self._claim_experts(placed, len(splits))
+        if placed.destination is not None:
+            parts = () if quantized is None else tuple(quantized.components.values())
+            if isinstance(valid_rows, torch.Tensor) and valid_rows.device != self.device:
+                valid_rows = int(valid_rows.numpy().reshape(-1)[0]) if valid_rows.device.type == "cpu" else None
+            valid_rows = splits.sum() if splits is not None and valid_rows is None else valid_rows
+            self._capture(placed.plan, placed.destination, high_precision, parts, slot, tick, valid_rows)
+            if experts is not None and splits is not None:
+                self._experts.write(experts, placed.plan, high_precision, parts, splits, slot, tick)
         return placed.layout
+
+    def _tick_entries(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self._entries = self.slots.table_entry(self._tick), self.slots.tick_entry(self._tick)
+        return self._entries
 
     def _claim_experts(self, placed: Placed, num_experts: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         rows = None
@@ -327,13 +338,11 @@ class Ring:
         return sizes
 
     def _new_slot_table(self, num_slots: int, first_tick: int) -> None:
+        self._entries = None
         with self._streams.allocating():
             self.slots = SlotTable(
                 self.device, num_slots, iterations=self.iterations, after=self._after, first_tick=first_tick
             )
-
-    def _left_out(self, key: Key) -> str:
-        return "" if self._microbatches == "all" else self._left_out_by(self._microbatches, key)
 
     def _left_out_by(self, microbatches: str, key: Key) -> str:
         """Why a setting of ``microbatches`` keeps no bytes of this key in the current tick, or empty."""

@@ -29,14 +29,13 @@ class Streams:
         """Before a record: the current stream waits for the last step, and for new memory, once each."""
         if not self._is_cuda:
             return
-        stream = torch.cuda.current_stream(self._device)
-        handle = stream.cuda_stream
+        handle = torch._C._cuda_getCurrentRawStream(self._device.index)  # a stream's object costs some microseconds
         if handle not in self._seen:
-            self._seen[handle] = stream
+            stream = self._seen[handle] = torch.cuda.current_stream(self._device)
             if self._step_event is not None and handle != self._step_stream:
                 stream.wait_event(self._step_event)
         if self._known_memory.get(handle) != self._memory_version:
-            self._wait_for_memory(stream)
+            self._wait_for_memory(torch.cuda.current_stream(self._device))
 
     def join(self) -> None:
         """At a step: the current stream waits for every stream that recorded."""

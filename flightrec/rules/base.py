@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from flightrec.records import Key, Statistic
-from flightrec.rules.series import SeriesTables, series_of
+from flightrec.rules.series import SeriesTables
 from flightrec.rules.skips import Skip
 from flightrec.rules.state import SeriesState
 
@@ -97,7 +97,7 @@ class DeviceRule(ABC):
     @staticmethod
     def grouping(key: Key) -> Key:
         """The series of a key; a rule may merge more than microbatches."""
-        return series_of(key)
+        return key.series
 
     def accepts(self, key: Key) -> bool:
         """Whether a row that the configuration's layers, tensors and phases cover is looked at."""

@@ -10,12 +10,11 @@ from torch import Tensor
 from flightrec.config.patterns import layer_predicate
 from flightrec.records import LOSS_SCALE, NO_MICROBATCH, SKIPPED_STEP, Key, Stage, Statistic
 from flightrec.rules.base import Samples
-from flightrec.rules.series import series_of
 
 
 def one_series(key: Key) -> Key:
     """Values of one name are one series, wherever in the iteration they were given."""
-    return replace(series_of(key), call=0, stage=Stage.LOSS)
+    return replace(key.series, call=0, stage=Stage.LOSS)
 
 
 def is_metric(key: Key, names: tuple[str, ...]) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
@@ -20,10 +21,7 @@ from flightrec.config.expert_rule import whole_expert
 from flightrec.records import NO_MICROBATCH, Key, Phase
 from flightrec.rules.siblings import Siblings, build_siblings
 
-
-def series_of(key: Key) -> Key:
-    """The series of a key: the key without its microbatch."""
-    return replace(key, microbatch=NO_MICROBATCH)
+_SERIES: Callable[[Key], Key] = operator.attrgetter("series")
 
 
 def series_name(series: Key) -> str:
@@ -93,7 +91,7 @@ class SeriesIndex:
     def __init__(
         self,
         device: torch.device,
-        grouping: Callable[[Key], Key] = series_of,
+        grouping: Callable[[Key], Key] = _SERIES,
         relatives: Callable[[Key], Hashable | None] | None = None,
     ) -> None:
         self._device = device

@@ -44,10 +44,14 @@ class Keeper:
     Args:
         sink: where tensors go.
         part: what to name in logs when it fails.
+
+    Attributes:
+        wants: of the sink; ask it before looking at a tensor.
     """
 
     def __init__(self, sink: Sink, part: str) -> None:
         self.sink = sink
+        self.wants = sink.wants
         self.part = part
         self.armed = True
         self._failed: set[str] = set()
@@ -73,9 +77,9 @@ class Keeper:
 
         Call it inside ``quiet``. May raise; the hook that calls it must catch.
         """
-        observed = observe(value)
-        if observed.plain is None and observed.quantized is None:
-            self.blind(layer, tensor, observed.reason)
+        plain, quantized, reason = observe(value)
+        if plain is None and quantized is None:
+            self.blind(layer, tensor, reason)
             return
         self.sink.capture(
             layer,
@@ -85,8 +89,8 @@ class Keeper:
             phase=phase,
             call=call,
             stage=stage,
-            high_precision=observed.plain,
-            quantized=observed.quantized,
+            high_precision=plain,
+            quantized=quantized,
         )
 
     def blind(self, layer: str, tensor: str, reason: str) -> None:

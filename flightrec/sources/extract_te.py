@@ -20,11 +20,10 @@ from flightrec.sources.extract_te_grouped import grouped_parts
 from flightrec.sources.extract_te_info import QuantizerState, Words, format_name, info_of
 from flightrec.sources.extract_te_other import plain_parts, unknown_parts
 from flightrec.sources.sink import is_plain
+from flightrec.sources.te_classes import STORAGES, te_classes
 
 __all__ = ["QuantizerState", "extract_te", "identity_data", "is_te"]
 
-_PACKAGE = "transformer_engine"
-_BASES = ("QuantizedTensorStorage", "QuantizedTensorBase")
 _MAX_CLASSES = 4096
 _NO_DATA = "it holds no data: its buffers were released or are saved for the backward pass"
 
@@ -83,7 +82,7 @@ def _family(kind: type) -> Taker | None:
 
 
 def _find_family(kind: type) -> Taker | None:
-    known = {base.__name__ for base in kind.__mro__ if base.__module__.partition(".")[0] == _PACKAGE}
+    known = te_classes(kind)
     for names, take in _FAMILIES:
         if not known.isdisjoint(names):
             return take
@@ -183,5 +182,5 @@ _FAMILIES: tuple[tuple[tuple[str, ...], Taker], ...] = (
     (("DebugQuantizedTensor",), _debug),
     (("NVFP4TensorRef",), nvfp4_ref_parts),
     (("CurrentScalingTensorRef",), _current_scaling_ref),
-    (_BASES, unknown_parts),
+    (STORAGES, unknown_parts),
 )

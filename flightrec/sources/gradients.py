@@ -195,6 +195,8 @@ class GradientStages:
 
     def _keep(self, slot: Slot, gradient: torch.Tensor, place: str, stage: Stage) -> None:
         try:
+            if not self._keeper.wants(slot.layer, "wgrad", Phase.TRAIN, stage):
+                return
             with quiet():
                 self._keeper.keep(
                     gradient,

@@ -71,6 +71,7 @@ class ModulesSource:
         self._num_observed = sum(layer.plan.needs_hooks for layer in self._layers)
         self._attached = False
         self._started = False
+        self._is_root_hooked = False
         self._iteration = 0
         self._leaf_handles: list[RemovableHandle] = []
 
@@ -133,8 +134,10 @@ class ModulesSource:
         elif plan.was_captured and replays(plan.module):
             return  # the graph records what the module reads
         phase = stamp.phase
-        gradients = plan.dgrad and self._gradients_here(plan, phase)
+        gradients = plan.dgrad and self._gradients_here(plan, phase) and self._hooks(plan, "dgrad")
         name = plan.entering.get(phase)
+        if name is not None and not self._keeper.wants(plan.layer, name, phase, Stage.FORWARD):
+            name = None
         if name is not None or gradients:
             with quiet():
                 for path, tensor in walk_arguments(args, kwargs):
@@ -150,19 +153,22 @@ class ModulesSource:
         stamp = self.stamps.leave(plan.layer)
         if stamp is None or output is None:
             return
-        keeps = stamp.phase in plan.output
-        gradients = plan.gradient and self._gradients_here(plan, stamp.phase)
+        keeps = stamp.phase in plan.output and self._keeper.wants(plan.layer, "output", stamp.phase, Stage.FORWARD)
+        gradients = plan.gradient and self._gradients_here(plan, stamp.phase) and self._hooks(plan, "gradient")
         if plan.was_captured and not self.stamps.is_captured and replays(plan.module):
             keeps = gradients = False  # the graph records them
         # Without a gradient record the model's own output still tells which microbatch a backward pass is of.
         stamps = plan.module is self._model and stamp.phase is Phase.TRAIN and not gradients
         if not (keeps or gradients or stamps):
             return
+        if plan.module is self._model:
+            self._is_root_hooked = False
         with quiet():
             for path, tensor in walk(output):
                 if keeps:
                     self._keep(tensor, "output", path, stamp, Stage.FORWARD)
                 if (gradients or stamps) and tensor.requires_grad:
+                    self._is_root_hooked |= plan.module is self._model
                     self._hook_gradient(tensor, "gradient" if gradients else "", path, stamp)
 
     def entered_compiled(self, plan: LayerPlan, found: Sequence[tuple[str, torch.Tensor]], has_gradients: bool) -> None:
@@ -243,7 +249,7 @@ class ModulesSource:
         if not captured:
             plan.weight_iteration = self._iteration
         weight = plan.module._parameters.get("weight")
-        if weight is not None:
+        if weight is not None and self._keeper.wants(plan.layer, "weight", stamp.phase, Stage.FORWARD):
             with quiet():
                 self._keep(weight, "weight", "", stamp, Stage.FORWARD)
 
@@ -271,6 +277,14 @@ class ModulesSource:
             plan.reentrant = not torch.is_grad_enabled()
             return not plan.reentrant
         return phase is Phase.RECOMPUTE and plan.reentrant
+
+    def _hooks(self, plan: LayerPlan, tensor: str) -> bool:
+        """Say whether gradients are hooked: not if it is not their turn.
+
+        A hook also tells which microbatch a backward pass is of. So they may only be missing where the model's own
+        output has one, which it had in its latest forward.
+        """
+        return not self._is_root_hooked or self._keeper.wants(plan.layer, tensor, Phase.TRAIN, Stage.BACKWARD)
 
     def _keep(self, tensor: torch.Tensor, name: str, part: str, stamp: Stamp, stage: Stage) -> None:
         self._keeper.keep(
@@ -306,7 +320,7 @@ class ModulesSource:
             if not self._keeper.works(hook.layer):
                 return
             self.stamps.see_backward(hook.microbatch)
-            if hook.tensor:
+            if hook.tensor and self._keeper.wants(hook.layer, hook.tensor, Phase.TRAIN, Stage.BACKWARD):
                 with quiet():
                     self._keeper.keep(
                         gradient,

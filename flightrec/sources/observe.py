@@ -18,6 +18,7 @@ from flightrec.sources import sharded
 from flightrec.sources.extract import dtype_name, extract, is_quantized, with_facts
 from flightrec.sources.extract_te import identity_data
 from flightrec.sources.memory import why_unreadable
+from flightrec.sources.plain import is_known_plain, remember_plain
 from flightrec.sources.quantized import Quantized
 
 
@@ -47,6 +48,8 @@ def observe(tensor: torch.Tensor) -> Observed:
         wrappers as ``quantized``.
     """
     kind = type(tensor)
+    if is_known_plain(tensor):
+        return Observed(tensor if kind is torch.Tensor and not tensor.requires_grad else tensor.detach())
     if kind is torch.Tensor or kind is torch.nn.Parameter or kind is torch.nn.Buffer:
         return _native(tensor)
     if isinstance(tensor, FakeTensor):
@@ -98,6 +101,8 @@ def _native(tensor: torch.Tensor) -> Observed:
         return Observed(reason=reason)
     if plain.dtype in _WITHOUT_NUMBERS:
         return _raw(plain)
+    if not (tensor._is_zerotensor() or tensor.is_neg()):
+        remember_plain(tensor)
     return Observed(plain=plain)
 
 

@@ -110,6 +110,8 @@ class Parameters:
             if parameter is None or not self._keeper.works(slot.layer):
                 continue
             try:
+                if not self._keeper.wants(slot.layer, "parameter", Phase.TRAIN, stage):
+                    continue
                 with quiet():
                     self._keeper.keep(
                         parameter,
@@ -133,6 +135,8 @@ class Parameters:
             gradient, place, reason = gradient_of(parameter)
             if gradient is None:
                 self._keeper.blind(hook.layer, "wgrad", reason)
+                return
+            if not self._keeper.wants(hook.layer, "wgrad", Phase.TRAIN, Stage.BACKWARD):
                 return
             with quiet():
                 self._keeper.keep(

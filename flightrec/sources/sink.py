@@ -29,6 +29,13 @@ class Sink(Protocol):
         Sources ask once, when they attach, and install no hook for a no. An answer must not change while attached.
         """
 
+    def wants(self, layer: str, tensor: str, phase: Phase, stage: Stage) -> bool:
+        """Say whether ``capture`` would keep such a sighting in this iteration: not so if it is not its turn.
+
+        Cheap, and without an effect; sources ask before they look at a tensor. The answer holds for the iteration. What
+        is left out so is known to whoever leaves it out: nothing needs to be told.
+        """
+
     def capture(
         self,
         layer: str,
@@ -92,18 +99,13 @@ class quiet:  # noqa: N801  used like a function: ``with quiet():``
     ours in its cache would be handed to the model in the recompute. Other dispatch modes still see what we do.
     """
 
-    __slots__ = ("_functions", "_gradients", "_rare")
+    __slots__ = ("_autocast", "_functions", "_gradients", "_rare")
 
     def __enter__(self) -> quiet:
         self._functions = torch._C.DisableTorchFunction()
         self._functions.__enter__()
         self._rare: ExitStack | None = None
-        if (
-            torch.is_inference_mode_enabled()
-            or torch.is_autocast_enabled("cuda")
-            or torch.is_autocast_enabled("cpu")
-            or torch._C._len_torch_dispatch_stack() > 0
-        ):
+        if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0:
             try:
                 self._rare = _enter_rare()
             except BaseException:
@@ -112,9 +114,16 @@ class quiet:  # noqa: N801  used like a function: ``with quiet():``
         # Set directly: a context manager object for each record would be most of a hook's cost.
         self._gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
+        self._autocast: tuple[str, ...] = ()
+        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+            self._autocast = tuple(kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind))
+            for kind in self._autocast:
+                torch.set_autocast_enabled(kind, False)
         return self
 
     def __exit__(self, *exception: object) -> None:
+        for kind in self._autocast:
+            torch.set_autocast_enabled(kind, True)
         torch._C._set_grad_enabled(self._gradients)
         if self._rare is not None:
             self._rare.close()
@@ -126,9 +135,6 @@ def _enter_rare() -> ExitStack:
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
             stack.enter_context(torch.inference_mode(False))
-        for device_type in ("cuda", "cpu"):
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
         if _is_caching():
             stack.enter_context(_disable_current_modes())
         return stack.pop_all()

@@ -233,12 +233,14 @@ _complained = False
 _log = logging.getLogger("flightrec")
 
 
-def _is_traced() -> bool:
+def _is_in_tracing_mode() -> bool:
     mode, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
+    return mode(keys.FAKE) is not None or mode(keys.PROXY) is not None or mode(keys.FUNCTIONAL) is not None
+
+
+def _is_traced() -> bool:
     return (
-        mode(keys.FAKE) is not None
-        or mode(keys.PROXY) is not None
-        or mode(keys.FUNCTIONAL) is not None
+        (torch._C._len_torch_dispatch_stack() > 0 and _is_in_tracing_mode())
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
     )

@@ -9,7 +9,7 @@ forward's operand lacked are recorded at stage ``backward``. A weight gradient t
 a running sum: part ``main_grad``.
 
 While attached, functions of Transformer Engine are replaced for the whole process (see ``te_patch``). Runs on the
-training thread and on autograd's threads; holds operands only while the product runs.
+training thread and on autograd's threads; holds operands only while the product runs, and what ``te_template`` keeps.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from flightrec.sources.extract_te import QuantizerState
 from flightrec.sources.observe import observe
 from flightrec.sources.sink import Sink, quiet
 from flightrec.sources.stamps import Stamp, Stamps
+from flightrec.sources.te_classes import is_storage
 from flightrec.sources.te_layers import Kind, TeLayer, find_layers, unseen_parts
 from flightrec.sources.te_parts import parts_of
 from flightrec.sources.te_products import rows_of
 from flightrec.sources.te_run import Listener, Run
-from flightrec.sources.te_state import has_columnwise, is_storage, state_of
+from flightrec.sources.te_state import has_columnwise, state_of
+from flightrec.sources.te_template import Template
 from flightrec.sources.warmup import is_capturing
 
 _PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL)
@@ -78,6 +80,7 @@ class TeSource:
         self._owned = self._weight_owners()
         self._weights: dict[tuple[str, Stage], int] = {}  # iteration of the last record
         self._rowwise_only: set[str] = set()
+        self._templates: dict[tuple[str, str, str, Phase, Stage], Template] = {}
         self._unseen = unseen_parts(model) if self._layers else {}
 
     @property
@@ -98,6 +101,7 @@ class TeSource:
         if self._attached:
             self._attached = self._keeper.armed = False
             te_patch.unregister(self)
+            self._templates.clear()
 
     def after_step(self) -> None:
         """Begin the next iteration."""
@@ -186,6 +190,8 @@ class TeSource:
         if (name, tensor, phase) not in self._wanted or not self._keeper.works(name):
             return
         try:
+            if not self._keeper.wants(name, tensor, phase, stage):
+                return
             with quiet():
                 if not is_storage(operand):
                     self._plain(name, tensor, operand, listener.stamp, phase, stage, part)
@@ -203,6 +209,8 @@ class TeSource:
         if tensor == "weight" and (phase is not Phase.TRAIN or not self._is_weight_due(name, stage, listener.stamp)):
             return
         try:
+            if not self._keeper.wants(name, tensor, phase, stage):
+                return
             with quiet():
                 plain, splits = rows_of(operand)
                 parts = None
@@ -253,18 +261,26 @@ class TeSource:
         part: str, is_gathered: bool,
     ) -> None:  # fmt: skip
         is_current = run.was_quantized_here(operand) or ((tensor, stage) in _MADE_IN_THEIR_PASS and not run.is_delayed)
-        state = state_of(listener.layer.module, operand, at_quantizing=is_current)
+        module = listener.layer.module
         partner = run.partner(operand)
         plain = None
         if partner is not None:
             plain = observe(partner).plain
-            if plain is not None:
+            if plain is not None and plain.shape != operand.shape:
                 plain = plain.reshape(operand.shape) if plain.numel() == operand.shape.numel() else None
-        facts = (("high_precision", _NO_PARTNER),) if plain is None else ()
-        parts, reason = parts_of(operand, state, (*facts, *((("gathered", True),) if is_gathered else ())))
+        facts = _FACTS[plain is None, is_gathered]
+        place = (name, tensor, part, phase, stage)
+        template = self._templates.get(place)
+        parts = None if template is None else template.parts(operand, module, is_current, facts)
         if parts is None:
-            self._keeper.blind(name, tensor, reason)
-            return
+            state = state_of(module, operand, at_quantizing=is_current)
+            parts, reason = parts_of(operand, state, facts)
+            if parts is None:
+                self._keeper.blind(name, tensor, reason)
+                return
+            template = Template.of(operand, module, parts, state, is_current, facts)
+            if template is not None:
+                self._templates[place] = template
         self._keeper.sink.capture(
             name,
             tensor,
@@ -296,6 +312,16 @@ class TeSource:
                     self._keeper.blind(name, "weight", f"the same parameter as that of {owner}, recorded there")
         return owned
 
+
+_FACTS: dict[tuple[bool, bool], tuple[tuple[str, Any], ...]] = {
+    (alone, gathered): (
+        *((("high_precision", _NO_PARTNER),) if alone else ()),
+        *((("gathered", True),) if gathered else ()),
+    )
+    for alone in (True, False)
+    for gathered in (True, False)
+}
+"""What metadata say beside the quantizer's own: by whether there is no partner, and whether it is gathered."""
 
 _MADE_IN_THEIR_PASS = frozenset(
     {

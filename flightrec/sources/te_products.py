@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from flightrec.records import Phase, Stage
+from flightrec.sources.te_classes import is_grouped, is_storage
 from flightrec.sources.te_run import Run
-from flightrec.sources.te_state import has_columnwise, has_own_columnwise, is_grouped, is_storage
+from flightrec.sources.te_state import has_columnwise, has_own_columnwise
 
 COLUMNWISE = "columnwise"
 """Part of a gradient's record that holds only the codes of the wgrad product, where the dgrad's operand lacked them."""
@@ -26,7 +27,7 @@ _REDUCED = "the kernel reduces it over the ranks while it multiplies (Userbuffer
 _ACTIVATED = "the kernel applies the activation's derivative too: what it returns is the gradient before the activation"
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Call:
     """A product that runs now.
 

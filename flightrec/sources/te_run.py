@@ -17,8 +17,8 @@ import torch
 
 from flightrec.records import Phase
 from flightrec.sources.stamps import Stamp
+from flightrec.sources.te_classes import is_storage
 from flightrec.sources.te_layers import Kind, TeLayer
-from flightrec.sources.te_state import is_storage
 
 if TYPE_CHECKING:
     from flightrec.sources.te import TeSource

@@ -7,31 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from flightrec.sources.extract_te import QuantizerState
-from flightrec.sources.te_layers import PACKAGE
+from flightrec.sources.te_classes import is_storage
 
-_QUANTIZED = f"{PACKAGE}.quantized_tensor"
 _MAX_RECIPES = 64
 _recipes: dict[int, tuple[Any, dict[str, Any], dict[str, Any]]] = {}
 """By id: the recipe, which is kept, so that its id is not used again; its attributes when read; the plain values."""
-
-
-def is_storage(value: object) -> bool:
-    """Say whether this is one of Transformer Engine's quantized tensors or storage objects."""
-    kind = getattr(sys.modules.get(_QUANTIZED), "QuantizedTensorStorage", None)
-    return kind is not None and isinstance(value, kind)
-
-
-def is_grouped(value: object) -> bool:
-    """Say whether this is one buffer for several experts (``GroupedTensorStorage``)."""
-    kind = getattr(sys.modules.get(f"{PACKAGE}.tensor.storage.grouped_tensor_storage"), "GroupedTensorStorage", None)
-    return kind is not None and isinstance(value, kind)
 
 
 def is_per_tensor(operand: object) -> bool:
@@ -64,7 +50,7 @@ def state_of(module: Any, operand: Any, *, at_quantizing: bool) -> QuantizerStat
     history = None
     quantizer = getattr(operand, "_quantizer", None)
     scale, amax = getattr(quantizer, "scale", None), getattr(quantizer, "amax", None)
-    metas = _metas(module)
+    metas = metas_of(module)
     for meta in metas:
         if not recipe and meta.get("recipe") is not None:
             recipe = recipe_fields(meta["recipe"])
@@ -75,23 +61,35 @@ def state_of(module: Any, operand: Any, *, at_quantizing: bool) -> QuantizerStat
     return QuantizerState(scale, amax, history, recipe, at_quantizing)
 
 
-def _metas(module: Any) -> list[dict[str, Any]]:
-    metas = getattr(module, "_fp8_metas", None)  # an operation's, by mode
-    if isinstance(metas, dict):
+def metas_of(module: Any) -> list[dict[str, Any]]:
+    """What a module, or an operation by mode, holds of FP8; empty without any."""
+    attributes = vars(module)  # asking a module for an attribute that it has not is slow
+    metas = attributes.get("_fp8_metas")
+    if type(metas) is dict:
         return [meta for meta in metas.values() if isinstance(meta, dict)]
-    meta = getattr(module, "fp8_meta", None)
+    meta = attributes.get("fp8_meta")
     return [meta] if isinstance(meta, dict) else []
 
 
 def _history(meta: Mapping[str, Any], amax: torch.Tensor) -> torch.Tensor | None:
     """Column of the module's amax history whose first element is ``amax``."""
+    found = history_in(meta, amax)
+    if found is None:
+        return None
+    history = found[2]
+    offset = (amax.data_ptr() - history.data_ptr()) // history.element_size()
+    return history.detach()[:, offset]
+
+
+def history_in(meta: Mapping[str, Any], amax: torch.Tensor) -> tuple[Mapping[str, Any], str, torch.Tensor, int] | None:
+    """The amax history of which ``amax`` is a word: where it is held, by which key, the history, its address."""
     for key in ("scaling_fwd", "scaling_bwd"):
         history = getattr(meta.get(key), "amax_history", None)
         if not isinstance(history, torch.Tensor) or history.dim() != 2 or history.shape[0] == 0:
             continue
-        offset = amax.data_ptr() - history.data_ptr()
-        if 0 <= offset < history.shape[1] * history.element_size():
-            return history.detach()[:, offset // history.element_size()]
+        pointer = history.data_ptr()
+        if 0 <= amax.data_ptr() - pointer < history.shape[1] * history.element_size():
+            return meta, key, history, pointer
     return None
 
 

@@ -90,6 +90,22 @@ class _contained:  # noqa: N801  used like a function
         return True
 
 
+class _inside:  # noqa: N801  used like a function
+    """Context in which this thread is in a run; the run forgets its tensors at the end."""
+
+    __slots__ = ("_before", "_run")
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._before = swap_run(self._run)
+
+    def __exit__(self, *_: object) -> None:
+        swap_run(self._before)
+        self._run.forget()
+
+
 # -- layers
 
 
@@ -114,12 +130,8 @@ def forward(original: Callable[..., Any], args: Any, kwargs: Any, kind: Kind) ->
     with _contained(run):
         if args[0] is not None:
             setattr(args[0], _RUN, run)
-    before = swap_run(run)
-    try:
+    with _inside(run):
         return original(*args, **kwargs)
-    finally:
-        swap_run(before)
-        run.forget()
 
 
 @_wrapper
@@ -135,12 +147,8 @@ def _in_backward(original: Callable[..., Any], args: Any, kwargs: Any, of_forwar
             run = of_forward.begin_backward()
             for source, stamp, _ in run.listeners:
                 source.backward_begins(stamp)
-    before = swap_run(run)
-    try:
+    with _inside(run):
         return original(*args, **kwargs)
-    finally:
-        swap_run(before)
-        run.forget()
 
 
 @_wrapper
@@ -161,12 +169,8 @@ def _later(function: Callable[..., Any], run: Run) -> Callable[..., Any]:
     def compute(*args: Any, **kwargs: Any) -> Any:
         if must_not_record() or not installation.sources:
             return function(*args, **kwargs)
-        before = swap_run(run)
-        try:
+        with _inside(run):
             return function(*args, **kwargs)
-        finally:
-            swap_run(before)
-            run.forget()
 
     return compute
 

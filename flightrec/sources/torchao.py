@@ -148,11 +148,11 @@ class TorchaoSource:
         try:
             if not self._keeper.works(layer):
                 return
-            if casts and self._wants(layer, "gradient", Phase.TRAIN):
+            if casts and self._wants(layer, "gradient", Phase.TRAIN, Stage.BACKWARD):
                 original, quantized = casts[0]
                 columnwise = casts[1][1] if len(casts) > 1 and is_torchao_axiswise(casts[1][1]) else None
                 self._capture(stamp, "gradient", original, quantized, columnwise, Stage.BACKWARD)
-            if dgrad is not None and self._wants(layer, "dgrad", Phase.TRAIN):
+            if dgrad is not None and self._wants(layer, "dgrad", Phase.TRAIN, Stage.BACKWARD):
                 self._capture(stamp, "dgrad", dgrad, None, None, Stage.BACKWARD)
         except Exception as error:
             self._keeper.fail(layer, error)
@@ -165,8 +165,8 @@ class TorchaoSource:
             and self._keeper.sink.selects(layer, tensor, phase) is not None
         )
 
-    def _wants(self, layer: str, tensor: str, phase: Phase) -> bool:
-        return (layer, tensor, phase) in self._wanted
+    def _wants(self, layer: str, tensor: str, phase: Phase, stage: Stage) -> bool:
+        return (layer, tensor, phase) in self._wanted and self._keeper.wants(layer, tensor, phase, stage)
 
     def _operand(
         self, stamp: Stamp, tensor: str, original: torch.Tensor | None, quantized: torch.Tensor, stage: Stage
@@ -175,7 +175,7 @@ class TorchaoSource:
         layer = stamp.layer
         phase = Phase.TRAIN if stage is Stage.BACKWARD else stamp.phase
         try:
-            if not self._keeper.works(layer) or not self._wants(layer, tensor, phase):
+            if not self._keeper.works(layer) or not self._wants(layer, tensor, phase, stage):
                 return
             if tensor == "weight":
                 if not self._weight_is_due(layer, phase, stage):

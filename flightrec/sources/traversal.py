@@ -40,6 +40,9 @@ def walk_arguments(args: Sequence[object], kwargs: Mapping[str, object]) -> Iter
     The only positional argument that holds tensors has the empty path, several have their positions, keyword
     arguments their names.
     """
+    if len(args) == 1 and isinstance(args[0], torch.Tensor) and not kwargs:
+        yield "", args[0]
+        return
     found = [(index, list(walk(value))) for index, value in enumerate(args)]
     found = [(index, tensors) for index, tensors in found if tensors]
     for index, tensors in found:

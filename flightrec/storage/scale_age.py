@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flightrec.records import NO_MICROBATCH, Firing, Key, Statistic
+from flightrec.records import Firing, Key, Statistic
 from flightrec.storage.facts import IncidentFacts, IterationFacts
 from flightrec.storage.history import Columns
 
@@ -84,7 +84,7 @@ class ScaleAges:
 
     def age(self, attempt: int, iteration: int, key: Key) -> ScaleAge | None:
         """The age of the scale of a tensor in an iteration; None if it had none there that is known."""
-        row, place = self._rows.get((attempt, iteration)), self._places.get(series_of(key))
+        row, place = self._rows.get((attempt, iteration)), self._places.get(key.series)
         if row is None or place is None or np.isnan(self._words[0][row, place]):
             return None
         unchanged, differed = self._of((attempt, iteration))
@@ -105,7 +105,7 @@ class ScaleAges:
     def _scaled_records(self, entry: IterationFacts) -> tuple[Integers, Integers]:
         """Which records of an iteration have a scale, and the columns of their series; new ones get the next."""
         numbers = np.flatnonzero(~np.isnan(_statistics(entry)[:, Statistic.SCALE_MIN]))
-        keys = [series_of(entry.layouts[number].key) for number in numbers.tolist()]
+        keys = [entry.layouts[number].key.series for number in numbers.tolist()]
         places = [self._places.setdefault(key, len(self._places)) for key in keys]
         return numbers.astype(np.int64), np.array(places, np.int64)
 
@@ -167,7 +167,7 @@ class ScaleAges:
         """`` while amax rose from 1.2 to 37``, if both are known; of the quantizer where the tensor was not seen."""
         rows, numbers = self._past(attempt, iteration)
         then = rows[np.flatnonzero(numbers == iteration - unchanged)[0]]
-        series = series_of(key)
+        series = key.series
         for statistic, name in ((Statistic.AMAX, "amax"), (Statistic.QUANTIZER_AMAX, "quantizer_amax")):
             before = self._value(int(then), series, statistic, name)
             now = self._value(self._rows[attempt, iteration], series, statistic, name)
@@ -184,15 +184,10 @@ class ScaleAges:
                 return float(values[row, place])
         for entry in self._facts.iterations:
             if self._rows[entry.attempt, entry.iteration] == row:
-                mine = [n for n, layout in enumerate(entry.layouts) if series_of(layout.key) == series]
+                mine = [n for n, layout in enumerate(entry.layouts) if layout.key.series == series]
                 found = _statistics(entry)[mine, statistic]
                 return float(np.fmax.reduce(found, initial=-math.inf)) if len(found) else math.nan
         return math.nan
-
-
-def series_of(key: Key) -> Key:
-    """The key without its microbatch: what has a column of its own in the history."""
-    return replace(key, microbatch=NO_MICROBATCH)
 
 
 def describe(statistics: Mapping[str, float | int | None]) -> str:
