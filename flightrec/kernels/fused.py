@@ -30,7 +30,18 @@ _POINTERS = (
 
 
 @triton.jit
-def _put_values(out, numel, nonzero, nan, positive, negative, amax, total, squares):
+def _put_values(
+    out, x_ptr, num_words, numel, counted, nonzero, amax, total, squares, KIND: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What the first look found, or the exact one where it takes that."""
+    nan = tl.full([], 0, tl.int64)
+    positive = tl.full([], 0, tl.int64)
+    negative = tl.full([], 0, tl.int64)
+    if passes.are_ordinary(amax, squares, KIND) == 0:
+        nan, positive, negative, amax, total, squares = passes.values_exactly(
+            x_ptr, num_words, counted, KIND, ROWS, BLOCK
+        )
     finishing.put(out, 0, numel)
     finishing.put(out, 1, nan)
     finishing.put(out, 2, positive)
@@ -49,6 +60,88 @@ def _put_codes(out, numel, nonzero, first, second, third, RANGE: tl.constexpr):
     finishing.put(out, 11, numel - nonzero)
     finishing.put(out, 12, first - second)
     finishing.put(out, 23, tl.full([], RANGE, tl.float64))
+
+
+@triton.jit
+def _put_scales(
+    out, slot, scale_ptr, scale_rows, scale_columns, scale_row_stride, scale_column_stride, scale_copy_ptr,
+    scale_stride, more_ptr, more_rows, more_columns, more_row_stride, more_column_stride, more_copy_ptr, more_stride,
+    other_ptr, past,
+    HISTORY: tl.constexpr, BLOCKS: tl.constexpr, RANGE: tl.constexpr, MULTIPLY: tl.constexpr, INVERSE: tl.constexpr,
+    ROWS: tl.constexpr, mine,
+):  # fmt: skip
+    more_bad = tl.full([], 0, tl.int32)
+    if more_ptr is not None:
+        _, _, more_bad = pairing.words_pass(
+            more_ptr, more_rows, more_columns, more_row_stride, more_column_stride, more_copy_ptr, slot, more_stride,
+            ROWS,
+        )  # fmt: skip
+    if BLOCKS:
+        low, high, bad = pairing.words_pass(
+            scale_ptr, scale_rows, scale_columns, scale_row_stride, scale_column_stride, scale_copy_ptr, slot,
+            scale_stride, ROWS,
+        )  # fmt: skip
+        finishing.put(out, 15, bad + more_bad)
+        finishing.put(out, 19, low)
+        finishing.put(out, 20, high)
+    else:
+        finishing.finish_scale(out, scale_ptr, other_ptr, past, more_bad, RANGE, MULTIPLY, INVERSE, HISTORY, mine)
+
+
+@triton.jit
+def _put_pair(
+    out, x_ptr, x_copy_ptr, codes_ptr, codes_copy_ptr, num_lanes, counted, scale_ptr, columns_magic, columns_shift,
+    columns, rows_magic, rows_shift, block_magic, block_shift, row_stride, column_stride, KIND: tl.constexpr,
+    CODES: tl.constexpr, COPY_X: tl.constexpr, COPY_CODES: tl.constexpr, MASKED: tl.constexpr, BLOCKS: tl.constexpr,
+    SCALED: tl.constexpr, MULTIPLY: tl.constexpr, ERROR: tl.constexpr, RANGE: tl.constexpr, ROWS: tl.constexpr,
+    UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Look at both together, once or, where it takes that, exactly; give back what each tells by itself."""
+    nonzero, amax, total, squares, code_nonzero, first, second, third, under, errors, largest = pairing.pair_pass(
+        x_ptr, x_copy_ptr, codes_ptr, codes_copy_ptr, num_lanes, counted // 4, scale_ptr, columns_magic, columns_shift,
+        columns, rows_magic, rows_shift, block_magic, block_shift, row_stride, column_stride, KIND, CODES, COPY_X,
+        COPY_CODES, MASKED, BLOCKS, SCALED, MULTIPLY, RANGE, ROWS, UNROLL,
+    )  # fmt: skip
+    clipped = tl.full([], 0, tl.int32)
+    zero_scale = tl.full([], 0, tl.int32)
+    ordinary = passes.are_ordinary(amax, squares, KIND) & (second == 0)
+    if ERROR:
+        ordinary = ordinary & (errors < float("inf")) & (largest <= pairing.NOT_CLIPPED)
+    if ordinary == 0:
+        under, errors, clipped, largest, zero_scale = pairing.pair_exactly(
+            x_ptr, codes_ptr, num_lanes, counted, scale_ptr, columns_magic, columns_shift, columns, rows_magic,
+            rows_shift, block_magic, block_shift, row_stride, column_stride, KIND, CODES, BLOCKS, SCALED, MULTIPLY,
+            RANGE, ROWS, UNROLL * ROWS,
+        )  # fmt: skip
+    finishing.put(out, 13, under)
+    if ERROR:
+        finishing.put(out, 14, errors)
+        finishing.put(out, 16, clipped)
+        finishing.put(out, 17, largest)
+        if SCALED:
+            finishing.put(out, 18, zero_scale)
+    return nonzero, amax, total, squares, code_nonzero, first, second, third
+
+
+@triton.jit
+def _counted(limit_ptr, limit, a_row, numel, MASKED: tl.constexpr):
+    """Elements that count."""
+    if MASKED:
+        if limit_ptr is not None:
+            limit = tl.load(limit_ptr).to(tl.int64)
+        numel = tl.minimum(tl.maximum(limit, 0) * a_row, numel)
+    return numel
+
+
+@triton.jit
+def _words_of(from_ptr, to_ptr, slot, stride, COPY: tl.constexpr):
+    """Both as words of four bytes, ``to_ptr`` in its slot; without a copy it is not used."""
+    from_ptr = from_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+    if COPY:
+        to_ptr = to_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * stride * 4
+    else:
+        to_ptr = from_ptr
+    return from_ptr, to_ptr
 
 
 @triton.jit(do_not_specialize=[*_WIDE, *_NARROW, *_POINTERS])
@@ -92,80 +185,27 @@ def record_pass(
     if amax_ptr is not None or history_ptr is not None:
         past = finishing.finish_words(out, amax_ptr, num_amax, history_ptr, history_stride, num_history, mine)
     if SCALED:
-        if BLOCKS:
-            low, high, bad = pairing.words_pass(
-                scale_ptr, scale_rows, scale_columns, scale_row_stride, scale_column_stride, scale_copy_ptr, slot,
-                scale_stride, ROWS,
-            )  # fmt: skip
-            finishing.put(out, 19, low)
-            finishing.put(out, 20, high)
-            if more_ptr is not None:
-                low, high, more_bad = pairing.words_pass(
-                    more_ptr, more_rows, more_columns, more_row_stride, more_column_stride, more_copy_ptr, slot,
-                    more_stride, ROWS,
-                )  # fmt: skip
-                bad += more_bad
-            finishing.put(out, 15, bad)
-        else:
-            more_bad = tl.full([], 0, tl.int32)
-            if more_ptr is not None:
-                low, high, more_bad = pairing.words_pass(
-                    more_ptr, more_rows, more_columns, more_row_stride, more_column_stride, more_copy_ptr, slot,
-                    more_stride, ROWS,
-                )  # fmt: skip
-            finishing.finish_scale(
-                out, scale_ptr, other_ptr, past, more_bad, RANGE, MULTIPLY, INVERSE, history_ptr is not None, mine
-            )  # fmt: skip
-    if MASKED:
-        if limit_ptr is not None:
-            limit = tl.load(limit_ptr).to(tl.int64)
-        limit = tl.maximum(limit, 0)
-        x_counted = tl.minimum(limit * x_row, numel)
-        codes_counted = tl.minimum(limit * codes_row, code_numel)
-    else:
-        x_counted = numel
-        codes_counted = code_numel
+        _put_scales(
+            out, slot, scale_ptr, scale_rows, scale_columns, scale_row_stride, scale_column_stride, scale_copy_ptr,
+            scale_stride, more_ptr, more_rows, more_columns, more_row_stride, more_column_stride, more_copy_ptr,
+            more_stride, other_ptr, past, history_ptr is not None, BLOCKS, RANGE, MULTIPLY, INVERSE, ROWS, mine,
+        )  # fmt: skip
+    x_counted = _counted(limit_ptr, limit, x_row, numel, MASKED)
+    codes_counted = _counted(limit_ptr, limit, codes_row, code_numel, MASKED)
     x_mine = tl.where(program == 0, x_counted, 0)  # one program tells the number for all
     codes_mine = tl.where(program == 0, codes_counted, 0)
     PER_WORD: tl.constexpr = 1 if KIND == 2 else 2
     if KIND >= 0:
-        x_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        if COPY_X:
-            x_copy_ptr = x_copy_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * x_stride * 4
-        else:
-            x_copy_ptr = x_ptr  # not written
+        x_ptr, x_copy_ptr = _words_of(x_ptr, x_copy_ptr, slot, x_stride, COPY_X)
     if CODES >= 0:
-        codes_ptr = codes_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        if COPY_CODES:
-            codes_copy_ptr = codes_copy_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * codes_stride * 4
-        else:
-            codes_copy_ptr = codes_ptr
+        codes_ptr, codes_copy_ptr = _words_of(codes_ptr, codes_copy_ptr, slot, codes_stride, COPY_CODES)
     if PAIR:
-        (
-            nonzero, amax, total, squares, code_nonzero, first, second, third, under, errors, largest,
-        ) = pairing.pair_pass(
-            x_ptr, x_copy_ptr, codes_ptr, codes_copy_ptr, num_x // 4, codes_counted // 4, scale_ptr, columns_magic,
+        nonzero, amax, total, squares, code_nonzero, first, second, third = _put_pair(
+            out, x_ptr, x_copy_ptr, codes_ptr, codes_copy_ptr, num_x // 4, codes_counted, scale_ptr, columns_magic,
             columns_shift, columns, rows_magic, rows_shift, block_magic, block_shift, scale_row_stride,
-            scale_column_stride, KIND, CODES, COPY_X, COPY_CODES, MASKED, BLOCKS, SCALED, MULTIPLY, RANGE, ROWS, UNROLL,
+            scale_column_stride, KIND, CODES, COPY_X, COPY_CODES, MASKED, BLOCKS, SCALED, MULTIPLY, ERROR, RANGE, ROWS,
+            UNROLL,
         )  # fmt: skip
-        clipped = tl.full([], 0, tl.int32)
-        zero_scale = tl.full([], 0, tl.int32)
-        ordinary = passes.are_ordinary(amax, squares, KIND) & (second == 0)
-        if ERROR:
-            ordinary = ordinary & (errors < float("inf")) & (largest <= pairing.NOT_CLIPPED)
-        if ordinary == 0:
-            under, errors, clipped, largest, zero_scale = pairing.pair_exactly(
-                x_ptr, codes_ptr, num_x // 4, codes_counted, scale_ptr, columns_magic, columns_shift, columns,
-                rows_magic, rows_shift, block_magic, block_shift, scale_row_stride, scale_column_stride, KIND, CODES,
-                BLOCKS, SCALED, MULTIPLY, RANGE, ROWS, UNROLL * ROWS,
-            )  # fmt: skip
-        finishing.put(out, 13, under)
-        if ERROR:
-            finishing.put(out, 14, errors)
-            finishing.put(out, 16, clipped)
-            finishing.put(out, 17, largest)
-            if SCALED:
-                finishing.put(out, 18, zero_scale)
     elif KIND >= 0:
         nonzero, amax, total, squares = passes.values_pass(
             x_ptr, x_copy_ptr, num_x, x_counted // PER_WORD, KIND, COPY_X, MASKED, ROWS, UNROLL
@@ -175,14 +215,10 @@ def record_pass(
             codes_ptr, codes_copy_ptr, num_codes, codes_counted // 4, CODES, COPY_CODES, MASKED, ROWS, UNROLL
         )
     if KIND >= 0:
-        nan = tl.full([], 0, tl.int64)
-        positive = tl.full([], 0, tl.int64)
-        negative = tl.full([], 0, tl.int64)
-        if passes.are_ordinary(amax, squares, KIND) == 0:
-            nan, positive, negative, amax, total, squares = passes.values_exactly(
-                x_ptr, num_x, x_counted // PER_WORD, KIND, ROWS, UNROLL * ROWS * 4
-            )
-        _put_values(out, x_mine, nonzero, nan, positive, negative, amax, total, squares)
+        _put_values(
+            out, x_ptr, num_x, x_mine, x_counted // PER_WORD, nonzero, amax, total, squares, KIND, ROWS,
+            UNROLL * ROWS * 4,
+        )  # fmt: skip
     if CODES >= 0:
         _put_codes(out, codes_mine, code_nonzero, first, second, third, RANGE)
     finishing.join(
