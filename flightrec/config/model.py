@@ -71,6 +71,13 @@ class RingConfig(ConfigModel):
     microbatches: Literal["all", "first", "last", "rotate"] = Field(
         default="all", description="Microbatches of an iteration whose tensors are kept."
     )
+    graph_replays: StrictInt | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Replays of one captured CUDA graph in an iteration that are recorded, each in a place of its own. "
+        "null: as many as an iteration had microbatches, or 8 if graphs are captured before the first one ends.",
+    )
 
 
 class IncidentConfig(ConfigModel):

@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -349,6 +349,23 @@ def _scratch_of(device: torch.device) -> torch.Tensor | None:
             scratch = torch.zeros(_PLANES, _MANY, passes.NUM_PARTIALS, dtype=torch.float64, device=device)
         sets[device, stream] = scratch
     return scratch
+
+
+@contextmanager
+def own_scratch(sets: dict[Any, Any]) -> Iterator[None]:
+    """Work with the partial results in ``sets`` in here, not with this thread's."""
+    outer = vars(_local).get("sets", {})
+    _local.sets = sets
+    try:
+        yield
+    finally:
+        _local.sets = outer
+
+
+def make_scratch(device: torch.device, sets: dict[Any, Any], stream: int) -> None:
+    """Put partial results for the stream of this handle into ``sets``, initialised on the current one."""
+    with own_scratch({}):
+        sets[device, stream] = _scratch_of(device)
 
 
 def _on(device: torch.device) -> Any:

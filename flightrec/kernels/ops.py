@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 
@@ -46,3 +47,20 @@ def choose(device: torch.device) -> Capture:
             return reference.capture
         return fused.capture
     return reference.capture
+
+
+def own_scratch(device: torch.device, sets: dict[Any, Any]) -> AbstractContextManager[None]:
+    """Context in which captures on this thread use the working memory in ``sets``, as a graph does that holds them."""
+    if choose(device) is reference.capture or device.type != "cuda":
+        return nullcontext()
+    from flightrec.kernels import device as fused
+
+    return fused.own_scratch(sets)
+
+
+def make_scratch(device: torch.device, sets: dict[Any, Any], stream: int) -> None:
+    """Put working memory for the stream of this handle into ``sets``, allocated on the current stream, another one."""
+    if choose(device) is not reference.capture and device.type == "cuda":
+        from flightrec.kernels import device as fused
+
+        fused.make_scratch(device, sets, stream)

@@ -21,6 +21,7 @@ class _Block:
     first_row: int
     values: torch.Tensor  # float64 [planes, rows, C]
     stamps: torch.Tensor  # int64 [planes, rows], -1 never written
+    is_fixed: bool = False  # captured graphs point into it
 
     @property
     def num_rows(self) -> int:
@@ -37,6 +38,7 @@ class StatisticsMatrix:
         self._device, self._num_planes = device, num_planes
         self._blocks: list[_Block] = []
         self.num_rows = 0
+        self._next_row = self._end_row = 0  # what is left of the newest block that is not fixed
         self.generation = 0  # changes whenever ``rows`` would give other memory
 
     @property
@@ -51,21 +53,33 @@ class StatisticsMatrix:
 
     def add_row(self) -> int:
         """Number of a new row; never written yet."""
-        row = self.num_rows
-        if row == self.num_allocated_rows:
-            size = min(max(row, FIRST_BLOCK_ROWS), LARGEST_BLOCK_ROWS)
-            self._blocks.append(self._allocate(row, size))
+        if self._next_row == self._end_row:
+            self._open(min(max(self.num_allocated_rows, FIRST_BLOCK_ROWS), LARGEST_BLOCK_ROWS))
         self.num_rows += 1
-        return row
+        self._next_row += 1
+        return self._next_row - 1
 
     def add_rows(self, num_rows: int) -> int:
         """First of ``num_rows`` new rows in one block; what is left of a block that is too short is never written."""
-        if self.num_allocated_rows - self.num_rows < num_rows:
-            self.num_rows = self.num_allocated_rows
-            size = max(num_rows, min(max(self.num_rows, FIRST_BLOCK_ROWS), LARGEST_BLOCK_ROWS))
-            self._blocks.append(self._allocate(self.num_rows, size))
+        left = self._end_row - self._next_row
+        if left < num_rows:
+            self.num_rows += left
+            self._open(max(num_rows, min(max(self.num_allocated_rows, FIRST_BLOCK_ROWS), LARGEST_BLOCK_ROWS)))
         self.num_rows += num_rows
-        return self.num_rows - num_rows
+        self._next_row += num_rows
+        return self._next_row - num_rows
+
+    def add_fixed_block(self, values: torch.Tensor, stamps: torch.Tensor) -> int:
+        """Number of the first row of memory that stays where it is, whatever ``resize`` does to the rest.
+
+        Args:
+            values: float64 ``[planes, rows, C]``, with as many planes as there will ever be, or more.
+            stamps: int64 ``[planes, rows]``, -1 never written.
+        """
+        first_row = self.num_allocated_rows
+        self._blocks.append(_Block(first_row, values, stamps, is_fixed=True))
+        self.num_rows += stamps.shape[1]
+        return first_row
 
     def rows(self, first_row: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``row`` for what ``add_rows`` gave: values float64 ``[planes, n, C]``, stamps int64 ``[planes, n]``."""
@@ -103,10 +117,18 @@ class StatisticsMatrix:
         self.generation += 1
         old, self._blocks = self._blocks, []
         for block in old:
+            if block.is_fixed:
+                self._blocks.append(block)
+                continue
             new = self._allocate(block.first_row, block.num_rows)
             new.values[0].copy_(block.values[0])
             new.stamps[0].copy_(block.stamps[0])
             self._blocks.append(new)
+
+    def _open(self, num_rows: int) -> None:
+        self._next_row = self.num_allocated_rows
+        self._end_row = self._next_row + num_rows
+        self._blocks.append(self._allocate(self._next_row, num_rows))
 
     def _allocate(self, first_row: int, num_rows: int) -> _Block:
         with torch.inference_mode(False):

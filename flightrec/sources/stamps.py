@@ -156,7 +156,9 @@ def in_backward() -> bool:
 
 
 def must_not_record() -> bool:
-    """Say whether the code that runs is being traced, transformed or captured, so that its tensors hold no values yet.
+    """Say whether the code that runs is being traced or transformed, so that its tensors will never hold values.
+
+    Those of a CUDA graph's capture will: the sink records what a replay computes.
 
     Called first by every hook; under ``torch.compile`` the compiler folds it to True and drops the hook's body. Never
     raises an ``Exception``.
@@ -175,7 +177,6 @@ def must_not_record() -> bool:
 
 _complained = False
 _log = logging.getLogger("flightrec")
-_HAS_CUDA = torch.version.cuda is not None or torch.version.hip is not None
 
 
 def _is_traced() -> bool:
@@ -186,5 +187,4 @@ def _is_traced() -> bool:
         or mode(keys.FUNCTIONAL) is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._get_tracing_state() is not None
-        or (_HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
     )
