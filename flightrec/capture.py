@@ -178,6 +178,13 @@ class Capture:
             self.engine.flusher.note_blind(layer, tensor, reason)
         logger.warning("flightrec: %s of %r is not recorded: %s", tensor or "anything", layer, reason)
 
+    def is_captured(self, what: str) -> bool:
+        """Whether a CUDA graph is being captured, in which ``what`` has no place: told once."""
+        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if captured:
+            self.blind("", what, f"{what} was called inside a CUDA graph's capture, whose replays call nothing")
+        return captured
+
     def begin_microbatch_implicit(self) -> None:
         """A training forward of the attached model begins."""
         if not self._is_explicit:
@@ -299,6 +306,12 @@ class Capture:
         if self.off or self.engine is None:
             return
         with self.guard(f"{tensor} {part}".rstrip()), quiet():
+            if (
+                hasattr(value, "__len__")
+                and not isinstance(value, torch.Tensor)
+                and self.is_captured(f"{tensor} {part}")
+            ):
+                return  # the copy from the host would be a part of every replay
             made = value if isinstance(value, torch.Tensor) else _as_tensor(value, self.engine.device)
             self.keep("", tensor, made, part=part, microbatch=microbatch, stage=stage)
 

@@ -28,7 +28,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> replays.BeginReplay:
 
 
 def words(num_replays: int, num_graphs: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    head = torch.tensor([5, 70, 0], dtype=torch.int64, device=DEVICE)
+    head = torch.tensor([0, 5, 70], dtype=torch.int64, device=DEVICE)
     return head, torch.full((num_graphs, replays.ORDERS + num_replays), 0, dtype=torch.int64, device=DEVICE)
 
 
@@ -40,7 +40,7 @@ def test_replays_get_virtual_slots_in_turn_and_too_many_go_to_nobody() -> None:
         seen.append(table[1, : replays.ORDERS].tolist())
     assert seen == [[1, 10, 70], [2, 11, 70], [3, 999, -1], [4, 999, -1]]
     assert table[1, replays.ORDERS :].tolist() == [0, 1]
-    assert head.tolist() == [5, 70, 4]
+    assert head.tolist() == [4, 5, 70]
     assert not table[[0, 2]].any()
 
 

@@ -11,10 +11,10 @@ import triton.language as tl
 def _begin_replay(head, words, num_replays, overflow):  # type: ignore[no-untyped-def]
     count = tl.load(words)
     fits = count < num_replays
-    slot = tl.load(head) * num_replays + count
+    slot = tl.load(head + 1) * num_replays + count
     tl.store(words + 1, tl.where(fits, slot, overflow))
-    tl.store(words + 2, tl.where(fits, tl.load(head + 1), -1))
-    order = tl.atomic_add(head + 2, 1)  # graphs on different streams may begin at once
+    tl.store(words + 2, tl.where(fits, tl.load(head + 2), -1))
+    order = tl.atomic_add(head, 1)  # graphs on different streams may begin at once
     tl.store(words + 3 + count, order, mask=fits)
     tl.store(words, count + 1)
 

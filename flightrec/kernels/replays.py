@@ -13,12 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-SLOT, TICK, ORDER, HEAD_WORDS = 0, 1, 2, 3
-"""The head, for all graphs: slot and tick of the current iteration, and how many replays there were in it."""
-
-COUNT, OWN_SLOT, OWN_TICK, ORDERS = 0, 1, 2, 3
+COUNT, SLOT, TICK, ORDERS = 0, 1, 2, 3
 """A graph's words: replays in this iteration, the virtual slot and stamp of the last one, and, from there on, the
-position among the replays of all graphs, one word a replay."""
+position among the replays of all graphs, one word a replay. The head, for all graphs: how many replays there were in
+this iteration, its slot, and its tick."""
 
 BeginReplay = Callable[[torch.Tensor, torch.Tensor, int, int], None]
 
@@ -29,15 +27,16 @@ def reference(head: torch.Tensor, words: torch.Tensor, num_replays: int, overflo
     A replay too many is counted, and goes with a stamp of no tick to the virtual slot ``overflow``, which nobody reads.
 
     Args:
-        head: int64 ``[HEAD_WORDS]`` on the device.
+        head: int64 ``[ORDERS]`` or more on the device.
         words: int64 ``[ORDERS + num_replays]`` likewise, of this graph.
         num_replays: that have a place in an iteration.
         overflow: the virtual slot of those that have none.
     """
-    count, slot, tick, order = words[COUNT : COUNT + 1], head[SLOT : SLOT + 1], head[TICK : TICK + 1], head[ORDER:][:1]
+    count, order = words[COUNT : COUNT + 1], head[COUNT : COUNT + 1]
+    slot, tick = head[SLOT : SLOT + 1], head[TICK : TICK + 1]
     fits = count < num_replays
-    words[OWN_SLOT : OWN_SLOT + 1].copy_(torch.where(fits, slot * num_replays + count, overflow))
-    words[OWN_TICK : OWN_TICK + 1].copy_(torch.where(fits, tick, -1))
+    words[SLOT : SLOT + 1].copy_(torch.where(fits, slot * num_replays + count, overflow))
+    words[TICK : TICK + 1].copy_(torch.where(fits, tick, -1))
     orders = words[ORDERS : ORDERS + num_replays]
     is_this = torch.arange(num_replays, device=words.device) == count
     orders.copy_(torch.where(is_this, order, orders))

@@ -60,11 +60,11 @@ class CapturedGraph:
         first_microbatch, num_microbatches: that its records were captured with.
     """
 
-    def __init__(self, number: int, head: torch.Tensor, words: torch.Tensor, num_replays: int, overflow: int) -> None:
-        self.number, self.num_replays, self.num_known, self.most_replays = number, num_replays, 0, num_replays
+    def __init__(self, head: torch.Tensor, words: torch.Tensor, num_replays: int, overflow: int) -> None:
+        self.num_replays, self.num_known, self.most_replays = num_replays, 0, num_replays
         self.words = words
-        self.slot = words[words_of.OWN_SLOT : words_of.OWN_SLOT + 1]
-        self.tick = words[words_of.OWN_TICK : words_of.OWN_TICK + 1]
+        self.slot = words[words_of.SLOT : words_of.SLOT + 1]
+        self.tick = words[words_of.TICK : words_of.TICK + 1]
         self.records: list[Recorded] = []
         self.keep: list[Any] = []
         self.scratch: dict[Hashable, Any] = {}

@@ -22,6 +22,16 @@ def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+@cache
+def why_missing() -> str:
+    """Why captures cannot be told apart here, or empty."""
+    try:
+        _driver()
+    except (OSError, AttributeError) as error:
+        return f"the CUDA driver cannot be asked about the capture of a graph: {error}"
+    return ""
+
+
 def capture_id(stream: int) -> int:
     """The number of the capture that a stream is part of; one for all streams of it, and for no other capture.
 
@@ -29,7 +39,6 @@ def capture_id(stream: int) -> int:
         stream: a stream's handle.
 
     Raises:
-        OSError: there is no CUDA driver to ask (ROCm).
         RuntimeError: the stream captures nothing.
     """
     status, number = ctypes.c_int(0), ctypes.c_ulonglong(0)
@@ -70,5 +79,8 @@ def aside(stream: torch.cuda.Stream) -> Iterator[None]:
 @cache
 def _driver() -> Any:
     if torch.version.cuda is None:
-        raise OSError("captured graphs are recorded with NVIDIA's CUDA only")
-    return ctypes.CDLL("libcuda.so.1")
+        raise OSError("graphs are recorded with NVIDIA's CUDA only")
+    driver = ctypes.CDLL("libcuda.so.1")
+    for name in ("cuStreamGetCaptureInfo_v2", "cuThreadExchangeStreamCaptureMode", "cuStreamSynchronize"):
+        getattr(driver, name)
+    return driver

@@ -65,14 +65,14 @@ def _capture_id() -> int:
     return driver.capture_id(torch.cuda.current_stream().cuda_stream)
 
 
-def _replaying(replay: Callable[[Any], None]) -> Callable[[Any], None]:
+def _replaying(replay: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(replay)
-    def wrapper(self: Any) -> None:
+    def wrapper(self: Any, *args: Any, **named: Any) -> None:
         held = self.__dict__.get(_ATTRIBUTE)
         if held is not None:
             with contained("noting a graph's replay"):
                 for captured in held:
                     captured.begin_replay()
-        replay(self)
+        replay(self, *args, **named)
 
     return wrapper

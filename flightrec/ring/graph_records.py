@@ -80,10 +80,10 @@ class GraphRecords:
 
         Returns:
             Why it is not recorded, or not whole; empty if it is.
-
-        Raises:
-            OSError: there is no CUDA driver to ask.
         """
+        missing = driver.why_missing()
+        if missing:
+            return missing
         with driver.relaxed():
             stream = torch.cuda.current_stream(self._device)
             graph = self._graph(stream, tick, slots, num_microbatches, on_replay)

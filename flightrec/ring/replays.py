@@ -95,8 +95,7 @@ class Replays:
         self.num_dropped = 0
         self._registry, self._device = registry, device
         self._num_planes, self._asked = num_planes, num_replays
-        self._words: torch.Tensor | None = None
-        self._head: torch.Tensor | None = None
+        self._words: torch.Tensor | None = None  # the head, then a row a graph
         self._tick = -1
         self._noted: list[tuple[CapturedGraph, int]] = []  # replays of this tick, and the records before each
         self._counts: Counter[CapturedGraph] = Counter()
@@ -132,11 +131,9 @@ class Replays:
                 self._open(tick, slots, num_microbatches)
         assert self.virtual is not None
         assert self._words is not None
-        assert self._head is not None
-        graph = CapturedGraph(
-            len(self.graphs), self._head, self._words[len(self.graphs)], self.virtual.num_replays, self.virtual.overflow
-        )
-        graph.keep += [self._words, self._head]
+        words = self._words[len(self.graphs) + 1]
+        graph = CapturedGraph(self._words[0], words, self.virtual.num_replays, self.virtual.overflow)
+        graph.keep.append(self._words)
         self.graphs.append(graph)
         return graph
 
@@ -148,9 +145,8 @@ class Replays:
             num_replays = max(1, min(num_replays, whole - 1))
         self.virtual = VirtualSlots(self._registry, self._device, self._num_planes, num_replays)
         with torch.inference_mode(False):
-            size = (MAX_GRAPHS, words_of.ORDERS + num_replays)
+            size = (1 + MAX_GRAPHS, words_of.ORDERS + num_replays)
             self._words = torch.zeros(size, dtype=torch.int64, device=self._device)
-            self._head = torch.zeros(words_of.HEAD_WORDS, dtype=torch.int64, device=self._device)
         self._point(slots, tick)
 
     # -- every iteration
@@ -190,7 +186,7 @@ class Replays:
         """
         if self._words is None or not self.graphs:
             return
-        words = self._words[: len(self.graphs)]
+        words = self._words[: 1 + len(self.graphs)]
         snapshot = self._free.pop() if self._free else _Snapshot(self._device, self._words.numel())
         snapshot.receive(words.view(-1))
         self._snapshots[tick] = snapshot, self._noted
@@ -200,11 +196,10 @@ class Replays:
         self._point(slots, tick + 1)
 
     def _point(self, slots: SlotTable, tick: int) -> None:
-        head = self._head
-        assert head is not None
+        assert self._words is not None
+        head = self._words[0]
         head[words_of.SLOT : words_of.SLOT + 1].copy_(slots.table_entry(tick))
         head[words_of.TICK : words_of.TICK + 1].fill_(tick)
-        head[words_of.ORDER : words_of.ORDER + 1].zero_()
 
     # -- on the host, when the verdict has come
 
@@ -244,8 +239,8 @@ class Replays:
         assert self._words is not None
         width = self._words.shape[1]
         runs = []
-        for at in range(0, len(words), width):
-            graph = self.graphs[at // width]
+        for at in range(width, len(words), width):
+            graph = self.graphs[at // width - 1]
             count = words[at + words_of.COUNT]
             orders = words[at + words_of.ORDERS : at + width]
             runs += [(orders[replay], graph, replay) for replay in range(min(count, graph.num_replays))]
@@ -313,8 +308,8 @@ class Replays:
 
     @property
     def bytes_per_iteration(self) -> int:
-        """Bytes of a slot that are given to replayed records."""
-        return 0 if self.virtual is None else self.virtual.bytes_per_replay * self.virtual.num_replays
+        """Bytes of a slot that are given to replayed records, for as many replays as there were in any iteration."""
+        return 0 if self.virtual is None else self.virtual.bytes_per_replay * max(self._most_replays, 1)
 
 
 def _insert(layout_ids: list[int], placed: list[tuple[int, int, list[int]]]) -> None:
