@@ -112,25 +112,16 @@ class Capture:
         if self._dead_parts and name in self._dead_parts:
             return
         try:
-            if phase is Phase.WARMUP and engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                phase = Phase.TRAIN  # of the replays
             selection = self._config.selects(layer, tensor, phase, stage)
             rotation = self.rotation
             if selection is None or rotation.skips(layer, tensor, selection.every, self.iteration, rotates=rotates):
                 return
             if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 record_captured(
-                    engine,
-                    Key(layer, tensor, part, microbatch, phase, call, stage),
-                    high_precision=high_precision,
-                    quantized=quantized,
-                    columnwise=columnwise,
-                    valid_rows=self.valid_rows.get(layer) if valid_rows is None else valid_rows,
-                    splits=splits,
-                    keep=selection.keep if keep is None else keep,
-                    blind=self.blind,
-                    note=rotation.note,
-                )
+                    engine, Key(layer, tensor, part, microbatch, phase, call, stage), high_precision, quantized,
+                    columnwise, self.valid_rows.get(layer) if valid_rows is None else valid_rows, splits,
+                    selection.keep if keep is None else keep, self.blind, rotation.note,
+                )  # fmt: skip
                 return
             parts = None
             if quantized is not None or columnwise is not None:

@@ -13,6 +13,7 @@ import torch
 
 from flightrec.engine import Engine
 from flightrec.records import Key
+from flightrec.ring.layout import QuantizedParts
 from flightrec.sources.extract import extract
 
 NOT_IN_TURN = (
@@ -24,7 +25,6 @@ NOT_IN_TURN = (
 def record_captured(
     engine: Engine,
     key: Key,
-    *,
     high_precision: torch.Tensor | None,
     quantized: object | None,
     columnwise: object | None,
@@ -48,8 +48,10 @@ def record_captured(
         blind: told the layer, the tensor and the reason of what is not recorded.
         note: why the current iteration is not recorded whole, or empty.
     """
-    parts = None
-    if quantized is not None or columnwise is not None:
+    parts: QuantizedParts | None = None
+    if columnwise is None and isinstance(quantized, QuantizedParts):
+        parts = quantized
+    elif quantized is not None or columnwise is not None:
         parts, reason = extract(quantized, columnwise)
         if parts is None:
             blind(key.layer, key.tensor, reason)

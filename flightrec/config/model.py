@@ -76,8 +76,8 @@ class RingConfig(ConfigModel):
         ge=1,
         le=1024,
         description="Replays of one captured CUDA graph in an iteration that are recorded, each in a place of its own. "
-        "null: as many as an iteration had microbatches, or what fits, up to 8, if graphs are captured before the first one "
-        "ends.",
+        "null: as many as an iteration had microbatches; if graphs are captured before the first one ends, what fits, "
+        "up to 8.",
     )
 
 
