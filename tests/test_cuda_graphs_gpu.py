@@ -324,6 +324,46 @@ def test_what_a_graph_cannot_record_is_named_at_its_capture(tmp_path):
     assert record.high_precision is None
 
 
+def test_memory_of_the_ring_is_in_no_pool_that_the_thread_fills(tmp_path):
+    """As inductor warms up: it would find what is left in its pool, and raise."""
+    pool = torch.cuda.MemPool()
+    with flightrec.Recorder(config(), directory=tmp_path) as recorder:
+        x = torch.ones(1 << 16, device="cuda")
+        recorder.record("before", "output", high_precision=x)
+        with torch.cuda.use_mem_pool(pool), torch.cuda.stream(torch.cuda.Stream()):
+            in_pool = torch.ones(1 << 10, device="cuda")
+            for number in range(300):
+                recorder.record(f"within.{number}", "output", high_precision=x)
+        blocks = [block for segment in pool.snapshot() for block in segment["blocks"]]
+        active = [block["requested_size"] for block in blocks if block["state"].startswith("active_alloc")]
+        assert active == [in_pool.nbytes]
+        recorder.step()
+        assert not recorder._capture._dead_parts
+        del in_pool
+
+
+def test_step_inside_a_capture_is_refused_and_harms_nothing(tmp_path):
+    with flightrec.Recorder(config(), directory=tmp_path) as recorder:
+        x = torch.ones(1 << 10, device="cuda")
+        recorder.record("eager", "output", high_precision=x)
+        recorder.step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            recorder.record("graphed", "output", high_precision=x, splits=[512, 512])
+            with recorder.microbatch(0, data={"ids": [1, 2, 3]}):
+                x.add_(1)
+            recorder.step()
+        for _ in range(3):
+            graph.replay()
+            recorder.trigger("look")
+            recorder.step()
+        assert not recorder._capture._dead_parts
+    incident = incidents(tmp_path)[0]
+    assert any("step() was called inside a CUDA graph's capture" in blind.reason for blind in incident.blind)
+    (record,) = incident.records(layer="graphed", iteration=incident.trigger.iteration)
+    assert (record.high_precision == 1 + incident.trigger.iteration - 1).all()
+
+
 # -- make_graphed_callables: needs process-wide hooks, which leave the modules as they are
 
 

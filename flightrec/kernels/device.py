@@ -20,6 +20,7 @@ import torch
 
 from flightrec.hosthooks import describe
 from flightrec.kernels import finishing, pairing, passes, reference
+from flightrec.kernels.driver import allocate
 from flightrec.kernels.formats import CODE_FORMATS
 from flightrec.kernels.plan import CapturePlan, Destination
 from flightrec.records import NUM_STATISTICS
@@ -346,7 +347,8 @@ def _scratch_of(device: torch.device) -> torch.Tensor | None:
     scratch = sets.get((device, stream))
     if scratch is None and len(sets) < _MAX_STREAMS:
         with torch.inference_mode(False):
-            scratch = torch.zeros(_PLANES, _MANY, passes.NUM_PARTIALS, dtype=torch.float64, device=device)
+            shape = (_PLANES, _MANY, passes.NUM_PARTIALS)
+            scratch = allocate(device, lambda: torch.zeros(shape, dtype=torch.float64, device=device))
         sets[device, stream] = scratch
     return scratch
 

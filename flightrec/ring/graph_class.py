@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from flightrec.boundary import contained
-from flightrec.ring import driver
+from flightrec.kernels import driver
 
 _ATTRIBUTE = "_flightrec_records"
 

@@ -14,12 +14,12 @@ from weakref import WeakMethod
 
 import torch
 
-from flightrec.kernels import ops
+from flightrec.kernels import driver, ops
 from flightrec.kernels import replays as words_of
 from flightrec.kernels.formats import dtype_name
 from flightrec.kernels.plan import Destination
 from flightrec.records import Component, Key, RecordLayout, Representation
-from flightrec.ring import driver, graph_class
+from flightrec.ring import graph_class
 from flightrec.ring.captured import CapturedGraph, Recorded
 from flightrec.ring.experts import WHERE, Experts
 from flightrec.ring.layout import Place, QuantizedParts, build_components, build_plan

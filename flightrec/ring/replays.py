@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flightrec.kernels import replays as words_of
+from flightrec.kernels.driver import allocate
 from flightrec.kernels.pinned import HostBuffer
 from flightrec.records import NO_MICROBATCH
 from flightrec.ring.captured import CapturedGraph, Recorded
@@ -146,7 +147,7 @@ class Replays:
         self.virtual = VirtualSlots(self._registry, self._device, self._num_planes, num_replays)
         with torch.inference_mode(False):
             size = (1 + MAX_GRAPHS, words_of.ORDERS + num_replays)
-            self._words = torch.zeros(size, dtype=torch.int64, device=self._device)
+            self._words = allocate(self._device, lambda: torch.zeros(size, dtype=torch.int64, device=self._device))
         self._point(slots, tick)
 
     # -- every iteration

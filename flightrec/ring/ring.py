@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from flightrec.errors import RingMemoryError
-from flightrec.kernels import ops
+from flightrec.kernels import driver, ops
 from flightrec.records import NO_MICROBATCH, Key, QuantizerInfo, RecordLayout
-from flightrec.ring import driver
 from flightrec.ring.captured import CapturedGraph
 from flightrec.ring.experts import Experts
 from flightrec.ring.graph_records import GraphRecords

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flightrec.kernels.driver import allocate
 from flightrec.records import NUM_STATISTICS
 
 FIRST_BLOCK_ROWS = 256
@@ -131,14 +132,19 @@ class StatisticsMatrix:
         self._blocks.append(self._allocate(self._next_row, num_rows))
 
     def _allocate(self, first_row: int, num_rows: int) -> _Block:
-        with torch.inference_mode(False):
-            planes = self._num_planes
-            return _Block(
-                first_row,
-                torch.zeros((planes, num_rows, NUM_STATISTICS), dtype=torch.float64, device=self._device),
-                torch.full((planes, num_rows), -1, dtype=torch.int64, device=self._device),
-            )
+        return _Block(
+            first_row, *allocate(self._device, lambda: never_written(self._device, self._num_planes, num_rows))
+        )
 
     def _empty(self) -> tuple[torch.Tensor, torch.Tensor]:
         values = torch.zeros((0, NUM_STATISTICS), dtype=torch.float64, device=self._device)
         return values, torch.zeros((0,), dtype=torch.bool, device=self._device)
+
+
+def never_written(device: torch.device, num_planes: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that no tick has written: values float64 ``[planes, rows, C]``, stamps int64 ``[planes, rows]``."""
+    with torch.inference_mode(False):
+        return (
+            torch.zeros((num_planes, num_rows, NUM_STATISTICS), dtype=torch.float64, device=device),
+            torch.full((num_planes, num_rows), -1, dtype=torch.int64, device=device),
+        )

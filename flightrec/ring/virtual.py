@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from flightrec.kernels.driver import allocate
 from flightrec.records import NUM_STATISTICS
 from flightrec.ring.layout import LARGEST_AREA_BYTES, Place, Segment
 from flightrec.ring.registry import Registry
+from flightrec.ring.statistics import never_written
 
 FIRST_SEGMENT = 1 << 20
 """Numbers of segments from here on are of captured graphs: each replay's part of a segment has one of its own."""
@@ -121,10 +123,9 @@ class VirtualSlots:
 
     def _open_block(self, num_rows: int) -> tuple[int, torch.Tensor, torch.Tensor]:
         depth = self.overflow
+        values, stamps = allocate(self._device, lambda: never_written(self._device, depth + 1, num_rows))
+        by_slot = (self.num_planes, self.num_replays * num_rows)
         with torch.inference_mode(False):
-            values = torch.zeros((depth + 1, num_rows, NUM_STATISTICS), dtype=torch.float64, device=self._device)
-            stamps = torch.full((depth + 1, num_rows), -1, dtype=torch.int64, device=self._device)
-            by_slot = (self.num_planes, self.num_replays * num_rows)
             first_row = self._registry.statistics.add_fixed_block(
                 values[:depth].view(*by_slot, NUM_STATISTICS), stamps[:depth].view(by_slot)
             )
