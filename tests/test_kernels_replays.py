@@ -11,9 +11,11 @@ from flightrec.kernels import replays
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> replays.BeginReplay:
+def kernel() -> replays.BeginReplay:
     pytest.importorskip("triton")
     if DEVICE == "cpu":
         from triton.runtime.interpreter import InterpretedFunction
