@@ -81,6 +81,8 @@ def aside(stream: torch.cuda.Stream) -> Iterator[None]:
 def allocate(device: torch.device, make: Callable[[], _T]) -> _T:
     """What ``make`` allocates on ``device`` and fills on the current stream, from the process's own memory.
 
+    Beside a capture, if the current stream is part of one; the host waits then.
+
     A thread that prepares a graph may have its allocations sent to the graph's pool, whatever the stream: inductor does
     so when it warms up, and takes what is left there for a fault of its own. So another thread allocates. For memory
     that is taken once; some 100 us.
@@ -90,14 +92,16 @@ def allocate(device: torch.device, make: Callable[[], _T]) -> _T:
     """
     if device.type != "cuda":
         return make()
-    stream = torch.cuda.current_stream(device)
+    is_aside = torch.cuda.is_current_stream_capturing()  # what is filled here must be so before the first replay
+    stream = torch.cuda.Stream(device) if is_aside else torch.cuda.current_stream(device)
     done: list[_T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
             # A graph may be captured by the thread that waits for this one.
-            with nullcontext() if why_missing() else relaxed(), torch.cuda.stream(stream):
+            lax = nullcontext() if why_missing() else relaxed()
+            with lax, aside(stream) if is_aside else torch.cuda.stream(stream):
                 done.append(make())
         except BaseException as error:
             errors.append(error)

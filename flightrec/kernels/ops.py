@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -51,16 +52,17 @@ def choose(device: torch.device) -> Capture:
 
 def own_scratch(device: torch.device, sets: dict[Any, Any]) -> AbstractContextManager[None]:
     """Context in which captures on this thread use the working memory in ``sets``, as a graph does that holds them."""
-    if choose(device) is reference.capture or device.type != "cuda":
-        return nullcontext()
-    from flightrec.kernels import device as fused
-
-    return fused.own_scratch(sets)
+    lend = _of_kernels(device, "own_scratch")
+    return nullcontext() if lend is None else lend(sets)
 
 
 def make_scratch(device: torch.device, sets: dict[Any, Any], stream: int) -> None:
     """Put working memory for the stream of this handle into ``sets``, allocated on the current stream, another one."""
-    if choose(device) is not reference.capture and device.type == "cuda":
-        from flightrec.kernels import device as fused
+    make = _of_kernels(device, "make_scratch")
+    if make is not None:
+        make(device, sets, stream)
 
-        fused.make_scratch(device, sets, stream)
+
+def _of_kernels(device: torch.device, name: str) -> Any:
+    """A function of the kernels on ``device``; None where they see to their working memory themselves."""
+    return getattr(sys.modules[choose(device).__module__], name, None)
