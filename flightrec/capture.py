@@ -19,8 +19,9 @@ from flightrec.budget.rotation import Rotation
 from flightrec.config.model import Config
 from flightrec.config.selection import Keep, Selection
 from flightrec.engine import Engine
+from flightrec.graphed import record_captured
 from flightrec.hosthooks import describe
-from flightrec.records import NO_MICROBATCH, TENSORS, Key, Phase, Stage
+from flightrec.records import NO_MICROBATCH, TENSORS, Key, Phase, RecordLayout, Stage
 from flightrec.ring.layout import QuantizedParts
 from flightrec.ring.registry import MAX_CALLS, MAX_KEYS
 from flightrec.sources.extract import extract
@@ -151,9 +152,8 @@ class Capture:
                 layer, tensor, site.every, self.iteration, rotates=rotates
             ):
                 return
-            if engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                self.blind(layer, tensor, "seen inside a CUDA graph capture, whose replays are not recorded")
-                return
+            captured = engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            begun = None if captured else rotation.costs.begin()
             parts: QuantizedParts | None = None
             if columnwise is None and type(quantized) is QuantizedParts:
                 parts = quantized
@@ -167,31 +167,39 @@ class Capture:
                 valid_rows = None
             elif valid_rows is None:
                 valid_rows = self.valid_rows.get(layer)
+            if keep is None:
+                keep = selection.keep
+            if captured:
+                record_captured(
+                    engine, site.key, high_precision, parts, valid_rows, splits, keep, self.blind, rotation.note
+                )
+                return
             counts = None if splits is None else splits_on(engine.device, splits, high_precision, parts)
-            begun = rotation.costs.begin()
             layout = engine.record(
-                site.key,
-                high_precision=high_precision,
-                quantized=parts,
-                keep=selection.keep if keep is None else keep,
-                valid_rows=valid_rows,
+                site.key, high_precision=high_precision, quantized=parts, keep=keep, valid_rows=valid_rows,
                 splits=counts,
-            )
+            )  # fmt: skip
             rotation.costs.end(begun, layout)
-            if layout is None:
-                what = f"{MAX_CALLS} calls in a microbatch, or {MAX_KEYS} different tensors"
-                self.blind(layer, tensor, f"beyond {what} further ones are left out")
-            elif counts is not None:
-                if (layer, tensor) in engine.ring.without_experts:
-                    why = "the number of splits is another than before, or a part `expert.<i>` was recorded beside them"
-                    self.blind(layer, f"{tensor} by expert", why)
-                splits_part = ".".join(filter(None, (tensor, part, "splits")))
-                self.capture(
-                    layer, "metric", part=splits_part, microbatch=microbatch, phase=phase, call=call, stage=stage,
-                    high_precision=counts,
-                )  # fmt: skip
+            if layout is None or counts is not None:
+                self._after(site.key, layout, counts, engine)
         except Exception as error:
             self.disarm(_name(layer, tensor), error)
+
+    def _after(self, key: Key, layout: RecordLayout | None, counts: torch.Tensor | None, engine: Engine) -> None:
+        """Tell that there was no place, or record the splits of what was recorded by expert."""
+        layer, tensor = key.layer, key.tensor
+        if layout is None:
+            what = f"{MAX_CALLS} calls in a microbatch, or {MAX_KEYS} different tensors"
+            self.blind(layer, tensor, f"beyond {what} further ones are left out")
+        elif counts is not None:
+            if (layer, tensor) in engine.ring.without_experts:
+                why = "the number of splits is another than before, or a part `expert.<i>` was recorded beside them"
+                self.blind(layer, f"{tensor} by expert", why)
+            part = ".".join(filter(None, (tensor, key.part, "splits")))
+            self.capture(
+                layer, "metric", part=part, microbatch=key.microbatch, phase=key.phase, call=key.call, stage=key.stage,
+                high_precision=counts,
+            )  # fmt: skip
 
     def _new_site(self, key: Key) -> _Site:
         """Remembered, up to a number that only a key that never comes again can pass."""
@@ -208,6 +216,13 @@ class Capture:
         if self.engine is not None:
             self.engine.flusher.note_blind(layer, tensor, reason)
         logger.warning("flightrec: %s of %r is not recorded: %s", tensor or "anything", layer, reason)
+
+    def is_captured(self, what: str) -> bool:
+        """Whether a CUDA graph is being captured, in which ``what`` has no place: told once."""
+        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if captured:
+            self.blind("", what, f"{what} was called inside a CUDA graph's capture, whose replays call nothing")
+        return captured
 
     def begin_microbatch_implicit(self) -> None:
         """A training forward of the attached model begins."""
@@ -330,6 +345,12 @@ class Capture:
         if self.off or self.engine is None:
             return
         with self.guard(f"{tensor} {part}".rstrip()), quiet():
+            if (
+                hasattr(value, "__len__")
+                and not isinstance(value, torch.Tensor)
+                and self.is_captured(f"{tensor} {part}")
+            ):
+                return  # the copy from the host would be a part of every replay
             made = value if isinstance(value, torch.Tensor) else _as_tensor(value, self.engine.device)
             self.keep("", tensor, made, part=part, microbatch=microbatch, stage=stage)
 

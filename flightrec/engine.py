@@ -93,6 +93,7 @@ class Engine:
             memory_bytes=_memory_bytes(config, device),
             on_out_of_memory=config.ring.on_out_of_memory,
             microbatches=config.ring.microbatches,
+            graph_replays=config.ring.graph_replays,
             on_layout=self.evaluator.register,
         )
         depth = config.ring.iterations + config.incident.after + 2 * latency_ticks + 2
@@ -214,7 +215,7 @@ class Engine:
             Whether all of it was written.
         """
         try:
-            if info is not None and (host_firings or self.ring.index(info.tick).layout_ids):
+            if info is not None and (host_firings or self.ring.has_records(info.tick)):
                 self._close_tick(info, host_firings)
             self._take_what_comes()
         except Exception as error:  # a dead CUDA context
@@ -288,6 +289,7 @@ class Engine:
         if info is None:
             return
         firings = self._host_firings.pop(view.tick, [])
+        self._contain("what CUDA graphs recorded", self._see_replays, info)
         layout_ids = self.ring.index(view.tick).layout_ids
         self._take_scalars(info, view.statistics, layout_ids)
         if self._samples is not None:
@@ -299,6 +301,13 @@ class Engine:
         self.flusher.on_verdict(view, firings)
         if firings and self._rotation is not None:
             self._rotation.on_verdict(firings, self.flusher.recording_until)
+
+    def _see_replays(self, info: TickInfo) -> None:
+        replayed = self.ring.take_replays(info.tick)
+        info.num_microbatches = max(info.num_microbatches, replayed.num_microbatches)
+        for layer, reason in replayed.dropped:
+            self.flusher.note_blind(layer, "", reason)
+            logger.warning("flightrec: %r: %s", layer, reason)
 
     def _take_scalars(self, info: TickInfo, statistics: NDArray[np.float64], layout_ids: list[int]) -> None:
         whole: float | None = None

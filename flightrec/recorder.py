@@ -239,7 +239,7 @@ class Recorder:
         Raises:
             RingMemoryError: in the first iteration only, if ``ring.on_out_of_memory`` is ``error``.
         """
-        if self._capture.off:
+        if self._capture.off or self._capture.is_captured("step()"):
             return
         try:
             self._step(loss, metrics)
@@ -426,6 +426,8 @@ class Recorder:
             return False
         if self._capture.engine is not None:
             return True
+        if self._capture.is_captured("the first record"):
+            return False
         with self._capture.guard("start"):
             for value in values:
                 device = device_of(value)

@@ -76,6 +76,14 @@ class RingConfig(ConfigModel):
         description="Shared, page-locked host memory for whole past iterations, such as `64 GiB`: copied there beside "
         "training, they survive a dead device. null: none.",
     )
+    graph_replays: StrictInt | None = Field(
+        default=None,
+        ge=1,
+        le=1024,
+        description="Replays of one captured CUDA graph in an iteration that are recorded, each in a place of its own. "
+        "null: as many as an iteration had microbatches; if graphs are captured before the first one ends, what fits, "
+        "up to 8.",
+    )
 
 
 class IncidentConfig(ConfigModel):

@@ -11,18 +11,18 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from flightrec.flush.copies import Copies
 from flightrec.flush.history import ScalarHistory, TickInfo, TickLog
 from flightrec.flush.host_tier import HostIteration, HostTier
+from flightrec.flush.incidents import OpenIncident
 from flightrec.flush.outbox import Outbox
-from flightrec.flush.staging import Piece, Range, SlotCopy, piece_bytes_for, pin, staging_tensor, unpin
+from flightrec.flush.staging import Range
 from flightrec.flush.verdicts import VerdictView
 from flightrec.records import NUM_STATISTICS, Firing, RecordLayout, Severity
 from flightrec.ring.ring import Ring
@@ -35,45 +35,11 @@ RECORDS_PER_MESSAGE = 20_000
 MAX_EXTENSIONS = 2
 """How often a graver firing may lengthen an open incident, so that it has its own iterations beyond."""
 
-CPU_BYTES_PER_STEP = 256 << 20
-"""On the CPU a copy takes the training thread's time; beyond this the rest waits for the next step."""
-
-UNPINNED_BYTES_PER_STEP = 16 << 20
-"""On CUDA a copy to memory that could not be pinned makes the host wait: a few milliseconds of each step at most."""
-
-REPLACED_PINNED_BYTES = 512 << 20
-"""Pinned of a new writer's staging memory, in the middle of a run: a seventh of a second."""
-
 NOT_IN_TURN = "*"
 """Stands in ``/blind`` for the layers whose turn an iteration was not."""
 
 MAX_PRECURSORS = 200
 """Latest firings that wrote no incident (``watch``, or beyond a limit); the next incident tells them."""
-
-
-@dataclass(slots=True)
-class _Incident:
-    number: int
-    primary: Firing
-    trigger_tick: int
-    end_tick: int
-    ticks: list[int] = field(default_factory=list)
-    """Ticks told to the writer, in order."""
-    to_stage: list[int] = field(default_factory=list)
-    """Ticks whose slots are held and not yet copied, most suspect first."""
-    firings: list[Firing] = field(default_factory=list)
-    suspect: list[Range] = field(default_factory=list)
-    """Where the records that fired lie in a slot; they are copied first."""
-    facts_ended: bool = False
-    extensions: int = 0
-    blind: list[messages.Blind] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Job:
-    incident: _Incident
-    tick: int
-    copy: SlotCopy
 
 
 class Flusher:
@@ -113,17 +79,12 @@ class Flusher:
         self._rule_index = {rule.name: index for index, rule in enumerate(limits.rules)}
         self._log = log
         self._history = history
-        self._incidents: list[_Incident] = []
+        self._incidents: list[OpenIncident] = []
         self._next_number = 0
         self._slot_of: dict[int, int] = {}
         self._held: set[int] = set()
         self._precursors: deque[Firing] = deque(maxlen=MAX_PRECURSORS)
-        self._jobs: list[_Job] = []
-        """Slots being copied, in the order in which they began."""
-        self._stream = torch.cuda.Stream(ring.device) if ring.device.type == "cuda" else None
-        self._staging = staging_tensor(outbox.client)
-        self._held_bytes = 0
-        self._pinned = False
+        self._copies = Copies(ring, outbox, self._slot)
         self._notes: dict[tuple[str, str], str] = {}
         self.done: list[dict[str, Any]] = []
         """Headers of the writer's ``incident_done`` messages, the latest 100."""
@@ -135,20 +96,8 @@ class Flusher:
         self._notes.setdefault((layer, tensor), reason)
 
     def prepare(self, held_bytes: int) -> None:
-        """Pin staging memory for ``held_bytes``, once, in the step that allocates the ring. Waits on CUDA.
-
-        Not later: page-locking takes a good part of a second a GiB and holds the driver's locks.
-        """
-        self._held_bytes = held_bytes
-        self._pin(held_bytes)
-
-    def _pin(self, num_bytes: int) -> None:
-        if self._stream is None or self._pinned or torch.cuda.is_current_stream_capturing():
-            return
-        num_bytes = pin(self._staging, num_bytes)
-        if num_bytes:
-            self._staging = self._staging[:num_bytes]
-            self._pinned = True
+        """Pin staging memory for ``held_bytes``: see ``Copies.prepare``. Waits on CUDA."""
+        self._copies.prepare(held_bytes)
 
     def send_config(self, text: str, environment: Mapping[str, Any]) -> None:
         """Tell the writer what every incident carries."""
@@ -185,10 +134,11 @@ class Flusher:
         if self._outbox.replace_dead_writer():
             self._tell_anew()
         elif self._outbox.dead:
-            self._abandon_copies()
+            self._copies.abandon()
             self._incidents.clear()
-        moved = self._advance_copies() or moved
-        for incident in [i for i in self._incidents if i.facts_ended and not i.to_stage and not self._copying(i)]:
+        moved = self._copies.advance(self._incidents) or moved
+        is_copying = self._copies.is_copying
+        for incident in [i for i in self._incidents if i.facts_ended and not i.to_stage and not is_copying(i)]:
             self._post(messages.end(incident.number, incident.blind))
             self._incidents.remove(incident)
             moved = True
@@ -198,7 +148,7 @@ class Flusher:
         """(slot, tick) pairs that are held on the device and that no incident needs any more."""
         needed = {tick for incident in self._incidents for tick in incident.to_stage}
         needed |= {tick for tick in self._held if self._may_be_needed(tick)}
-        needed |= {job.tick for job in self._jobs}
+        needed |= self._copies.ticks
         free = [(self._slot_of[tick], tick) for tick in self._held if tick not in needed]
         self._held &= needed
         return free
@@ -222,12 +172,11 @@ class Flusher:
         """
         self._readable = False
         self._why_lost = "the device could not be read any more, and no copy of this iteration had reached the host"
-        copying, self._copy = self._copy, None
+        lost = self._copies.lose()
         self._slot_of, self._held = {}, set()
         for incident in self._incidents:
             ticks, incident.to_stage = incident.to_stage, []
-            if copying is not None and copying[0] is incident:
-                ticks = [copying[1], *ticks]
+            ticks = [*(tick for owner, tick in lost if owner is incident), *ticks]
             for known in filter(None, map(self._log.get, ticks)):
                 self._take_from_tier(incident, known)
         self._log.add(info)
@@ -244,10 +193,10 @@ class Flusher:
     def close(self, timeout_s: float) -> bool:
         """Hand over what is pending, stop the writer, unpin. Returns whether all of it was written."""
         drained = self.drain(timeout_s)
-        self._abandon_copies()
+        self._copies.abandon()
         finished = self._outbox.client.close(timeout_s)
         self._receive()
-        self._unpin()
+        self._copies.unpin()
         return drained and finished and not self._outbox.dead
 
     @property
@@ -281,7 +230,7 @@ class Flusher:
         else:
             self._precursors.extend(firings)
 
-    def _join(self, incident: _Incident, info: TickInfo, firings: list[Firing]) -> None:
+    def _join(self, incident: OpenIncident, info: TickInfo, firings: list[Firing]) -> None:
         worst = firings[0]
         if worst.severity.order > incident.primary.severity.order and incident.extensions < MAX_EXTENSIONS:
             # Equal ones do not lengthen it: a NaN spoils everything in the iterations after it.
@@ -299,7 +248,7 @@ class Flusher:
             logger.error("flightrec: %s - no incident: the writer died", primary.message)
             return
         self._count(primary, info.tick)
-        incident = _Incident(self._next_number, primary, info.tick, info.tick + self._after)
+        incident = OpenIncident(self._next_number, primary, info.tick, info.tick + self._after)
         self._next_number += 1
         self._incidents.append(incident)
         log = logger.error if primary.severity is Severity.FAULT else logger.warning
@@ -319,7 +268,7 @@ class Flusher:
     def _count(self, firing: Firing, tick: int) -> None:
         self._limits.count(self._rule_index[firing.rule], tick, firing.severity)
 
-    def _add_tick(self, incident: _Incident, tick: int) -> None:
+    def _add_tick(self, incident: OpenIncident, tick: int) -> None:
         is_safe = tick in self._slot_of and tick in self._held  # else the slot may be overwritten before it is staged
         kept = None if self._tier is None or is_safe else self._tier.get(tick)
         info = self._log.get(tick) if kept is None else kept.info
@@ -334,7 +283,7 @@ class Flusher:
             return
         self._take_from_tier(incident, info)
 
-    def _add_older(self, incident: _Incident, before: int) -> None:
+    def _add_older(self, incident: OpenIncident, before: int) -> None:
         """Tell the iterations of the host tier from before the tick ``before``, and as many as the ring's are lost."""
         if self._tier is None:
             return
@@ -342,7 +291,7 @@ class Flusher:
         for tick in self._tier.choose(before, incident.trigger_tick, lost):
             self._add_tick(incident, tick)
 
-    def _take_from_tier(self, incident: _Incident, info: TickInfo) -> None:
+    def _take_from_tier(self, incident: OpenIncident, info: TickInfo) -> None:
         """No slot has this iteration: the writer finds it in the host tier, or it is blind."""
         if self._tier is not None and self._tier.get(info.tick) is not None:
             self._tier.hold(incident.number, info.tick)
@@ -359,10 +308,7 @@ class Flusher:
 
     def _tell_anew(self) -> None:
         """A new writer knows nothing: tell it the open incidents, and copy what the ring still holds of them."""
-        self._abandon_copies()
-        self._unpin()
-        self._staging = staging_tensor(self._outbox.client)
-        self._pin(min(self._held_bytes, REPLACED_PINNED_BYTES))
+        self._copies.renew()
         for incident in self._incidents:
             ticks, incident.ticks, incident.to_stage, incident.blind = incident.ticks, [], [], []
             history = self._history.columns()
@@ -374,7 +320,7 @@ class Flusher:
                 self._end_facts(incident)
 
     def _send_iteration(
-        self, incident: _Incident, info: TickInfo, view: VerdictView | None, kept: HostIteration | None = None
+        self, incident: OpenIncident, info: TickInfo, view: VerdictView | None, kept: HostIteration | None = None
     ) -> None:
         self.post_tables()
         if kept is None:
@@ -404,7 +350,7 @@ class Flusher:
             )
         incident.ticks.append(info.tick)
 
-    def _end_facts(self, incident: _Incident) -> None:
+    def _end_facts(self, incident: OpenIncident) -> None:
         incident.facts_ended = True
         blind = [(-1, -1, layer, tensor, reason) for (layer, tensor), reason in self._notes.items()]
         if self._tier is not None and (told := self._tier.told()):
@@ -431,74 +377,16 @@ class Flusher:
     def _forget(self, number: object) -> None:
         self._release_tier(number)
         self._incidents = [incident for incident in self._incidents if incident.number != number]
-        for job in self._jobs:
-            if job.incident.number == number:
-                job.copy.cancel()
+        self._copies.cancel(number)
 
-    # -- copies ------------------------------------------------------------------------------------------------------
+    # -- slots -------------------------------------------------------------------------------------------------------
 
     def _see_slots(self, slot_tick: Sequence[int], held: Sequence[bool]) -> None:
         self._slot_of = {tick: slot for slot, tick in enumerate(slot_tick) if tick >= 0}
         self._held = {tick for tick, slot in self._slot_of.items() if held[slot]}
 
-    def _copying(self, incident: _Incident) -> bool:
-        return any(job.incident is incident for job in self._jobs)
-
-    def _advance_copies(self) -> bool:
-        """Take what has arrived, then queue copies for all the room that there is; waits for nothing on CUDA."""
-        if not self._jobs and not any(incident.to_stage for incident in self._incidents):
-            return False
-        if self._stream is not None and torch.cuda.is_current_stream_capturing():
-            return False  # asking for an event now would end the capture
-        moved = self._collect()
-        room = self._max_bytes_a_step
-        while room > 0 and (job := self._next_job()) is not None:
-            num_bytes = job.copy.start(room)
-            room -= num_bytes
-            moved = moved or num_bytes > 0
-            if job.copy.waiting:  # no room now
-                break
-        return self._collect() or moved
-
-    @property
-    def _max_bytes_a_step(self) -> int:
-        if self._stream is None:
-            return CPU_BYTES_PER_STEP
-        return self._staging.numel() if self._pinned else UNPINNED_BYTES_PER_STEP
-
-    def _collect(self) -> bool:
-        moved = False
-        for job in list(self._jobs):
-            moved = job.copy.collect(partial(self._send, job)) or moved
-            if job.copy.copied:
-                self._jobs.remove(job)
-                moved = True
-        return moved
-
-    def _send(self, job: _Job, pieces: list[Piece], last: bool) -> None:
-        self._post(messages.payload(job.incident.number, job.tick, pieces, last=last))
-
-    def _next_job(self) -> _Job | None:
-        """The slot to go on with: a later fault goes before a warning that is still being staged."""
-        begun = [job for job in self._jobs if job.copy.waiting]
-        most_urgent = max((incident for incident in self._incidents if incident.to_stage), key=_urgency, default=None)
-        job = max(begun, key=lambda job: _urgency(job.incident), default=None)
-        if most_urgent is not None and (job is None or _urgency(most_urgent) > _urgency(job.incident)):
-            job = self._begin_copy(most_urgent)
-        return job
-
-    def _begin_copy(self, incident: _Incident) -> _Job:
-        tick = incident.to_stage.pop(0)
-        areas = self._ring.read_slot(self._slot_of[tick]) if tick in self._slot_of else iter(())
-        piece_bytes = piece_bytes_for(self._staging)
-        if self._stream is not None and not self._pinned:
-            piece_bytes = min(piece_bytes, UNPINNED_BYTES_PER_STEP)
-        copy = SlotCopy(
-            self._outbox.client, self._staging, areas, self._stream, first=incident.suspect, piece_bytes=piece_bytes
-        )
-        job = _Job(incident, tick, copy)
-        self._jobs.append(job)
-        return job
+    def _slot(self, tick: int) -> int | None:
+        return self._slot_of.get(tick)
 
     def _suspects(self, tick: int, firings: Sequence[Firing]) -> list[Range]:
         """Where the records of these firings lie: in the same place in every slot."""
@@ -513,20 +401,6 @@ class Flusher:
                 stop = layout.offset_bytes + last.offset_bytes + last.num_bytes
                 found.append((layout.segment, layout.offset_bytes, stop))
         return found
-
-    def _abandon_copies(self) -> None:
-        for job in self._jobs:
-            job.copy.abandon()
-        self._jobs.clear()
-
-    def _unpin(self) -> None:
-        if self._pinned:
-            unpin(self._staging)
-            self._pinned = False
-
-
-def _urgency(incident: _Incident) -> tuple[int, int]:
-    return incident.primary.severity.order, -incident.number
 
 
 def rows_of(view: VerdictView | None, layouts: Sequence[RecordLayout], ids: NDArray[np.int32]) -> NDArray[np.float64]:

@@ -14,10 +14,12 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from flightrec.kernels import driver
 
 GROUP = 64
 """Programs that are joined at once."""
@@ -25,7 +27,6 @@ GROUP = 64
 _MAX_PROGRAMS = 4096
 _ROW_BYTES = 256  # a program's partial results
 _MAX_STREAMS = 64
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _MAX_HIDDEN = 4  # parameters that Triton appends, all of them pointers to memory that these kernels do not ask for
 
 
@@ -104,7 +105,8 @@ class Launch:
         """Compile it and queue it on the current stream; ``captures``: that is being captured into a graph."""
         scratch = self._scratch(stream, captures)
         own = (scratch.partial, scratch.counters) if self._has_scratch else ()
-        with _relaxed() if captures else contextlib.nullcontext():
+        # A kernel is loaded at its first launch, which is legal beside a capture, not in it.
+        with driver.relaxed() if captures and not driver.why_missing() else contextlib.nullcontext():
             compiled = self._kernel[(self._num,)](*dynamic, *own, *self._static, **self._constants, **self._options)
         if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata", "metadata")):
             return
@@ -148,9 +150,10 @@ def _scratch_of(device: torch.device, stream: int, num: int) -> Scratch:
 
 def _new_scratch(num: int, device: torch.device) -> Scratch:
     groups = -(-num // GROUP)
+    size = (num + groups) * _ROW_BYTES // 8
     with torch.inference_mode(False):
-        partial = torch.empty((num + groups) * _ROW_BYTES // 8, dtype=torch.float64, device=device)
-        counters = torch.zeros(1 + groups, dtype=torch.int32, device=device)
+        partial = driver.allocate(device, lambda: torch.empty(size, dtype=torch.float64, device=device))
+        counters = driver.allocate(device, lambda: torch.zeros(1 + groups, dtype=torch.int32, device=device))
     return Scratch(partial, counters, (partial.data_ptr(), counters.data_ptr()))
 
 
@@ -207,7 +210,7 @@ def _driver() -> Any:
 
 def _direct(compiled: Any, num: int, num_dynamic: int, static: list[int]) -> _Direct | None:
     """The kernel for the driver; None unless it takes these parameters, each at least as wide as its value."""
-    metadata, driver = compiled.metadata, _driver()
+    metadata, library = compiled.metadata, _driver()
     plain = all(
         getattr(metadata, name, absent) == absent
         for name, absent in (
@@ -215,12 +218,12 @@ def _direct(compiled: Any, num: int, num_dynamic: int, static: list[int]) -> _Di
             ("launch_cooperative_grid", False),
         )
     )  # fmt: skip
-    if driver is None or not plain or not isinstance(compiled.function, int):
+    if library is None or not plain or not isinstance(compiled.function, int):
         return None
     known = num_dynamic + len(static)
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     sizes: list[int] = []
-    while len(sizes) <= known + _MAX_HIDDEN and not driver.cuFuncGetParamInfo(
+    while len(sizes) <= known + _MAX_HIDDEN and not library.cuFuncGetParamInfo(
         compiled.function, len(sizes), ctypes.byref(offset), ctypes.byref(size)
     ):
         sizes.append(size.value)
@@ -232,18 +235,4 @@ def _direct(compiled: Any, num: int, num_dynamic: int, static: list[int]) -> _Di
     block = 32 * metadata.num_warps
     config = _Config(num, 1, 1, block, 1, 1, metadata.shared, None, None, 0)
     values = [0] * num_dynamic + static + [0] * hidden
-    return _Direct(driver.cuLaunchKernelEx, compiled.function, config, num_dynamic, values)
-
-
-@contextlib.contextmanager
-def _relaxed() -> Iterator[None]:
-    """Let this thread load a kernel while one of its streams is being captured."""
-    driver = _driver()
-    mode = ctypes.c_int(_RELAXED)
-    if driver is not None:
-        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # gives back the mode that was
-    try:
-        yield
-    finally:
-        if driver is not None:
-            driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    return _Direct(library.cuLaunchKernelEx, compiled.function, config, num_dynamic, values)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from flightrec.kernels.driver import allocate
 from flightrec.kernels.formats import CODE_FORMATS, copy_dtype, dtype_name
 from flightrec.kernels.plan import CapturePlan
 from flightrec.kernels.scales import tiled_numel
@@ -217,7 +218,8 @@ class Segment:
     def __init__(self, index: int, device: torch.device, num_slots: int, area_bytes: int) -> None:
         self.index, self.used_bytes = index, 0
         with torch.inference_mode(False):
-            self.buffer = torch.empty((num_slots + 1, area_bytes), dtype=torch.uint8, device=device)
+            shape = (num_slots + 1, area_bytes)
+            self.buffer = allocate(device, lambda: torch.empty(shape, dtype=torch.uint8, device=device))
 
     @property
     def area_bytes(self) -> int:

@@ -8,18 +8,22 @@ and stream. On CUDA nothing here waits for the device, and what is on the device
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
 from flightrec.errors import RingMemoryError
-from flightrec.kernels import ops
+from flightrec.kernels import driver, ops
 from flightrec.records import NO_MICROBATCH, Key, QuantizerInfo, RecordLayout
+from flightrec.ring.captured import CapturedGraph
 from flightrec.ring.experts import Experts
+from flightrec.ring.graph_records import GraphRecords
 from flightrec.ring.layout import QuantizedParts, Segments
 from flightrec.ring.memory import Contributor, Decision, decide, default_memory_bytes, format_bytes, format_table
 from flightrec.ring.registry import Placed, Registry
+from flightrec.ring.replays import Replayed, Replays
 from flightrec.ring.slots import TABLE_SIZE, SlotTable
 from flightrec.ring.statistics import StatisticsMatrix
 from flightrec.ring.streams import Streams
@@ -64,6 +68,7 @@ class Ring:
         on_out_of_memory: str = "statistics_only",
         microbatches: str = "all",
         on_layout: Callable[[RecordLayout], None] | None = None,
+        graph_replays: int | None = None,
     ) -> None:
         """Nothing is allocated yet.
 
@@ -76,6 +81,8 @@ class Ring:
             on_out_of_memory: one of ``POLICIES``.
             microbatches: whose bytes are kept, one of ``MICROBATCHES``.
             on_layout: told every new layout, under the ring's lock.
+            graph_replays: replays of one captured graph in an iteration that have a place, None for as many as there
+                are microbatches.
         """
         assert iterations >= 1
         assert after >= 0
@@ -100,6 +107,8 @@ class Ring:
         self._num_microbatches: int | None = None  # known once committed
         self._capture = ops.choose(self.device)
         self._experts = Experts(self._registry, self.device)
+        self._replays = Replays(self._registry, self.device, iterations + after + latency + 1, graph_replays)
+        self._graph_records = GraphRecords(self._replays, self._registry, self._streams, self._experts, self.device)
         self.without_experts: set[tuple[str, str]] = set()
         """(layer, tensor) of records whose experts could not be told apart."""
         self._lock = threading.RLock()
@@ -120,6 +129,7 @@ class Ring:
             self._tick, self._entries = tick, None
             index = self._indexes[tick] = IterationIndex(tick)
             self._layout_ids = index.layout_ids
+            self._replays.begin(tick)
             oldest = tick - self._remembered_ticks
             for old in [known for known in self._indexes if known <= oldest]:
                 del self._indexes[old]
@@ -182,6 +192,43 @@ class Ring:
         self._entries = self.slots.table_entry(self._tick), self.slots.tick_entry(self._tick)
         return self._entries
 
+    def record_captured(
+        self,
+        key: Key,
+        *,
+        high_precision: torch.Tensor | None = None,
+        quantized: QuantizedParts | None = None,
+        keep: frozenset[str] = KEEP_BYTES,
+        valid_rows: int | torch.Tensor | None = None,
+        splits: torch.Tensor | None = None,
+    ) -> str:
+        """As ``record``, while the current stream captures a CUDA graph: every replay fills a place of its own.
+
+        Returns:
+            why it is not recorded, or only its statistics; empty if it is whole.
+        """
+        with self._lock, torch.no_grad():
+            return self._graph_records.record(
+                key, high_precision, quantized, keep, valid_rows, splits, tick=self._tick, slots=self.slots,
+                num_microbatches=self._num_microbatches, on_replay=weakref.WeakMethod(self._on_replay),
+            )  # fmt: skip
+
+    def _on_replay(self, graph: CapturedGraph) -> None:
+        """A graph is about to be replayed on the current stream."""
+        with self._lock:
+            if not driver.is_capturing(self.device):
+                self._streams.enter()
+            self._replays.note(graph, len(self._layout_ids))
+
+    def take_replays(self, tick: int) -> Replayed:
+        """The verdict of ``tick`` has come: put what graphs recorded in it into ``index``. Does not wait."""
+        with self._lock:
+            return self._replays.take(tick, self.index(tick).layout_ids)
+
+    def has_records(self, tick: int) -> bool:
+        """Whether the host saw a record, or a replay, of the current tick."""
+        return bool(self._indexes[tick].layout_ids) or self._replays.has_news
+
     def _claim_experts(self, placed: Placed, num_experts: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         rows = None
         if placed.destination is not None:
@@ -239,6 +286,7 @@ class Ring:
             assert self.committed, "commit() comes before the first advance()"
             if not turned:
                 self.slots.advance(tick, fired, release, hold_request)
+            self._replays.advance(tick, self.slots)
             self._streams.stepped()
 
     def slot_view(self, tick: int) -> torch.Tensor:
@@ -257,6 +305,7 @@ class Ring:
         """(segment number, uint8 ``[area_bytes]``, a view of device memory) of each segment."""
         for segment in self._registry.segments.items:
             yield segment.index, segment.buffer[slot]
+        yield from self._replays.read(slot)
 
     # -- the end of the first iteration
 
@@ -383,12 +432,13 @@ class Ring:
     @property
     def bytes_per_iteration(self) -> int:
         """Bytes of a slot's areas that are given to keys."""
-        return self._registry.segments.used_bytes
+        return self._registry.segments.used_bytes + self._replays.bytes_per_iteration
 
     @property
     def num_bytes(self) -> int:
         """Device memory of segments and statistics."""
-        return self._registry.segments.num_bytes + self._registry.statistics.num_bytes
+        graphs = self._replays.num_bytes
+        return self._registry.segments.num_bytes + self._registry.statistics.num_bytes + graphs
 
     @property
     def _remembered_ticks(self) -> int:
@@ -414,7 +464,7 @@ class Ring:
             f"{format_bytes(segments.num_bytes)} of {format_bytes(segments.memory_bytes)}; "
             f"statistics of {statistics.num_rows} tensors: {format_bytes(statistics.num_bytes)}"
         )
-        lines = [first]
+        lines = [first, *self._replays.describe()]
         if self.iterations < asked:
             lines.append(f"{self.iterations} instead of {asked} iterations, because ring.memory does not hold more")
         if self._microbatches != microbatches:

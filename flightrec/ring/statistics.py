@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flightrec.kernels.driver import allocate
 from flightrec.records import NUM_STATISTICS
 
 FIRST_BLOCK_ROWS = 256
@@ -21,6 +22,7 @@ class _Block:
     first_row: int
     values: torch.Tensor  # float64 [planes, rows, C]
     stamps: torch.Tensor  # int64 [planes, rows], -1 never written
+    is_fixed: bool = False  # captured graphs point into it
 
     @property
     def num_rows(self) -> int:
@@ -37,6 +39,7 @@ class StatisticsMatrix:
         self._device, self._num_planes = device, num_planes
         self._blocks: list[_Block] = []
         self.num_rows = 0
+        self._next_row = self._end_row = 0  # what is left of the newest block that is not fixed
         self.generation = 0  # changes whenever ``rows`` would give other memory
 
     @property
@@ -51,21 +54,33 @@ class StatisticsMatrix:
 
     def add_row(self) -> int:
         """Number of a new row; never written yet."""
-        row = self.num_rows
-        if row == self.num_allocated_rows:
-            size = min(max(row, FIRST_BLOCK_ROWS), LARGEST_BLOCK_ROWS)
-            self._blocks.append(self._allocate(row, size))
+        if self._next_row == self._end_row:
+            self._open(min(max(self.num_allocated_rows, FIRST_BLOCK_ROWS), LARGEST_BLOCK_ROWS))
         self.num_rows += 1
-        return row
+        self._next_row += 1
+        return self._next_row - 1
 
     def add_rows(self, num_rows: int) -> int:
         """First of ``num_rows`` new rows in one block; what is left of a block that is too short is never written."""
-        if self.num_allocated_rows - self.num_rows < num_rows:
-            self.num_rows = self.num_allocated_rows
-            size = max(num_rows, min(max(self.num_rows, FIRST_BLOCK_ROWS), LARGEST_BLOCK_ROWS))
-            self._blocks.append(self._allocate(self.num_rows, size))
+        left = self._end_row - self._next_row
+        if left < num_rows:
+            self.num_rows += left
+            self._open(max(num_rows, min(max(self.num_allocated_rows, FIRST_BLOCK_ROWS), LARGEST_BLOCK_ROWS)))
         self.num_rows += num_rows
-        return self.num_rows - num_rows
+        self._next_row += num_rows
+        return self._next_row - num_rows
+
+    def add_fixed_block(self, values: torch.Tensor, stamps: torch.Tensor) -> int:
+        """Number of the first row of memory that stays where it is, whatever ``resize`` does to the rest.
+
+        Args:
+            values: float64 ``[planes, rows, C]``, with as many planes as there will ever be, or more.
+            stamps: int64 ``[planes, rows]``, -1 never written.
+        """
+        first_row = self.num_allocated_rows
+        self._blocks.append(_Block(first_row, values, stamps, is_fixed=True))
+        self.num_rows += stamps.shape[1]
+        return first_row
 
     def rows(self, first_row: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """As ``row`` for what ``add_rows`` gave: values float64 ``[planes, n, C]``, stamps int64 ``[planes, n]``."""
@@ -103,20 +118,33 @@ class StatisticsMatrix:
         self.generation += 1
         old, self._blocks = self._blocks, []
         for block in old:
+            if block.is_fixed:
+                self._blocks.append(block)
+                continue
             new = self._allocate(block.first_row, block.num_rows)
             new.values[0].copy_(block.values[0])
             new.stamps[0].copy_(block.stamps[0])
             self._blocks.append(new)
 
+    def _open(self, num_rows: int) -> None:
+        self._next_row = self.num_allocated_rows
+        self._end_row = self._next_row + num_rows
+        self._blocks.append(self._allocate(self._next_row, num_rows))
+
     def _allocate(self, first_row: int, num_rows: int) -> _Block:
-        with torch.inference_mode(False):
-            planes = self._num_planes
-            return _Block(
-                first_row,
-                torch.zeros((planes, num_rows, NUM_STATISTICS), dtype=torch.float64, device=self._device),
-                torch.full((planes, num_rows), -1, dtype=torch.int64, device=self._device),
-            )
+        return _Block(
+            first_row, *allocate(self._device, lambda: never_written(self._device, self._num_planes, num_rows))
+        )
 
     def _empty(self) -> tuple[torch.Tensor, torch.Tensor]:
         values = torch.zeros((0, NUM_STATISTICS), dtype=torch.float64, device=self._device)
         return values, torch.zeros((0,), dtype=torch.bool, device=self._device)
+
+
+def never_written(device: torch.device, num_planes: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows that no tick has written: values float64 ``[planes, rows, C]``, stamps int64 ``[planes, rows]``."""
+    with torch.inference_mode(False):
+        return (
+            torch.zeros((num_planes, num_rows, NUM_STATISTICS), dtype=torch.float64, device=device),
+            torch.full((num_planes, num_rows), -1, dtype=torch.int64, device=device),
+        )

@@ -37,6 +37,12 @@ class Streams:
         if self._known_memory.get(handle) != self._memory_version:
             self._wait_for_memory(torch.cuda.current_stream(self._device))
 
+    def follow(self, stream: torch.cuda.Stream) -> None:
+        """A stream waits for the last step and for new memory, whether it will record or not."""
+        for event in (self._step_event, self._memory_event):
+            if event is not None:
+                stream.wait_event(event)
+
     def join(self) -> None:
         """At a step: the current stream waits for every stream that recorded."""
         if not self._is_cuda:

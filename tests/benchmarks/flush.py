@@ -104,7 +104,7 @@ def copies(ring_gb: float, directory: Path) -> dict[str, float]:
             start = time.perf_counter()
             recorder.step()
         queued_s = time.perf_counter() - start
-        while flusher._jobs or any(incident.to_stage for incident in flusher._incidents):
+        while flusher._copies.ticks or any(incident.to_stage for incident in flusher._incidents):
             flusher.pump()
         copied_s = time.perf_counter() - start
         while not flusher.done:
