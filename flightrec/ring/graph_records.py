@@ -123,7 +123,7 @@ class GraphRecords:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         if self._side is None:
-            self._side = torch.cuda.Stream(self._device)
+            self._side = driver.own_stream(self._device, "memory")
         self._streams.follow(self._side)
         with driver.aside(self._side):
             yield
