@@ -175,6 +175,8 @@ def record_pass(
     program = tl.program_id(0)
     mine = program == tl.num_programs(0) - 1  # of all programs the one that has the least to do
     slot = tl.load(slot_ptr)
+    if slot < 0:  # in a captured graph, what does not have its turn
+        return
     out = scratch_ptr + program.to(tl.int64) * finishing.WIDTH
     if mine:
         finishing.copy_words(part_0, from_0, to_0, slot, stride_0, n_0)
@@ -233,10 +235,13 @@ def copy_pass(
     UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Copy ``n`` words of four bytes into a slot whose stride is ``stride`` times 16 bytes."""
+    slot = tl.load(slot_ptr)
+    if slot < 0:
+        return
     BLOCK: tl.constexpr = UNROLL * ROWS * 4
     index = passes.lanes_of(4, ROWS, UNROLL)
     from_ptr = from_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    to_ptr = to_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.load(slot_ptr) * stride * 4
+    to_ptr = to_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * stride * 4
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
         if start + BLOCK <= n:
             passes.move(from_ptr + start, to_ptr + start, index, BLOCK, True, True)
