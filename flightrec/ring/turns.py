@@ -89,6 +89,7 @@ class Turns:
         with torch.inference_mode(False):
             self._table = allocate(device, lambda: torch.ones(MAX_UNITS, dtype=torch.int8, device=device))
         self._told: list[bool] = []  # what the table holds; ones beyond
+        self._known: set[int] = set()
         self._copies: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self._memory: HostBuffer | None = None
         self._next_copy = 0
@@ -104,12 +105,13 @@ class Turns:
         Where memory beside the capture may be written.
         """
         slot = groups.slot(turn.unit) if 0 <= turn.unit < MAX_UNITS else None
-        if slot is not None and turn.unit >= len(self.state):
-            more = turn.unit + 1 - len(self.state)
-            self.state, self._told = self.state + [True] * more, self._told + [True] * more
+        if slot is not None and turn.unit not in self._known:
+            self._known.add(turn.unit)
+            more = [True] * (turn.unit + 1 - len(self.state))
+            self.state, self._told = self.state + more, self._told + more
+            if self._told[turn.unit] != turn.is_in:
+                self._table[turn.unit : turn.unit + 1].fill_(int(turn.is_in))
             self.state[turn.unit] = self._told[turn.unit] = turn.is_in
-            if not turn.is_in:
-                self._table[turn.unit : turn.unit + 1].fill_(0)
         return slot
 
     def choose(self, in_turn: Sequence[bool]) -> bool:
