@@ -126,7 +126,7 @@ class Turns:
             return False
         self._told = [*self.state]
         memory, event = self._copy()
-        memory[:num_units].copy_(torch.tensor(self.state, dtype=torch.int8))
+        memory[:num_units].copy_(torch.tensor(self.state, dtype=torch.int8, device="cpu"))  # whatever the default is
         self._table[:num_units].copy_(memory[:num_units], non_blocking=True)
         if event is not None:
             event.record(torch.cuda.current_stream(self._device))
@@ -135,10 +135,12 @@ class Turns:
     def _copy(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Host memory that no copy reads any more."""
         if self._memory is None:
-            self._memory = HostBuffer(self._device, _NUM_COPIES * MAX_UNITS)
+            with torch.inference_mode(False):
+                self._memory = HostBuffer(self._device, _NUM_COPIES * MAX_UNITS)
         number, self._next_copy = self._next_copy, (self._next_copy + 1) % _NUM_COPIES
         if number == len(self._copies):
-            memory = self._memory.tensor[number * MAX_UNITS : (number + 1) * MAX_UNITS].view(torch.int8)
+            with torch.inference_mode(False):
+                memory = self._memory.tensor[number * MAX_UNITS : (number + 1) * MAX_UNITS].view(torch.int8)
             self._copies.append((memory, torch.cuda.Event() if self._device.type == "cuda" else None))
         memory, event = self._copies[number]
         if event is not None and not event.query():
