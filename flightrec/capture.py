@@ -26,8 +26,9 @@ from flightrec.ring.layout import QuantizedParts
 from flightrec.ring.registry import MAX_CALLS, MAX_KEYS
 from flightrec.sources.extract import extract
 from flightrec.sources.observe import Observed, observe
-from flightrec.sources.sink import quiet
+from flightrec.sources.sink import Sightings, quiet
 from flightrec.sources.splits import splits_on
+from flightrec.sources.warmup import is_capturing
 
 logger = logging.getLogger("flightrec")
 
@@ -92,6 +93,8 @@ class Capture:
         self._dead_parts: set[str] = set()
         self._notes: dict[tuple[str, str], str] = {}
         self._sites: dict[tuple[str, str, str, int, Phase, int, Stage], _Site] = {}
+        self._epoch = object()
+        """Another one in each iteration, since the user may give two the same number."""
 
     # -- Sink --------------------------------------------------------------------------------------------------------
 
@@ -113,6 +116,18 @@ class Capture:
         return selection is not None and not rotation.skips(
             layer, tensor, selection.every, self.iteration, rotates=True
         )
+
+    def wants_any(self, sightings: Sightings) -> bool:
+        """Whether ``wants`` says yes to any of several sightings: see the protocol."""
+        if is_capturing():  # what is captured is for replays in other iterations
+            return any(self.wants(*sighting) for sighting in sightings.of)
+        epoch, iteration, answer = sightings.known
+        if epoch is self._epoch and iteration == self.iteration:
+            return answer
+        epoch, iteration = self._epoch, self.iteration
+        answer = any(self.wants(*sighting) for sighting in sightings.of)
+        sightings.known = (epoch, iteration, answer)
+        return answer
 
     def capture(
         self,
@@ -153,7 +168,8 @@ class Capture:
             ):
                 return
             captured = engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            begun = None if captured else rotation.costs.begin()
+            costs = rotation.costs
+            begun = None if captured else costs.begin()
             parts: QuantizedParts | None = None
             if columnwise is None and type(quantized) is QuantizedParts:
                 parts = quantized
@@ -175,11 +191,11 @@ class Capture:
                 )
                 return
             counts = None if splits is None else splits_on(engine.device, splits, high_precision, parts)
-            layout = engine.record(
+            layout = engine.ring.record(
                 site.key, high_precision=high_precision, quantized=parts, keep=keep, valid_rows=valid_rows,
                 splits=counts,
             )  # fmt: skip
-            rotation.costs.end(begun, layout)
+            costs.end(begun, layout)
             if layout is None or counts is not None:
                 self._after(site.key, layout, counts, engine)
         except Exception as error:
@@ -268,7 +284,7 @@ class Capture:
         """Begin the next iteration; ``judging_s`` is what judging the last one took on the host."""
         with self.guard("the budget"):
             self.rotation.end_iteration(None if self.engine is None else self.engine.ring, judging_s)
-        self.iteration = next_iteration
+        self.iteration, self._epoch = next_iteration, object()
         self._microbatch = NO_MICROBATCH
         self.num_microbatches = 0
         self._is_explicit = False

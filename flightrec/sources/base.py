@@ -47,11 +47,12 @@ class Keeper:
 
     Attributes:
         wants: of the sink; ask it before looking at a tensor.
+        wants_any: of the sink.
     """
 
     def __init__(self, sink: Sink, part: str) -> None:
         self.sink = sink
-        self.wants = sink.wants
+        self.wants, self.wants_any = sink.wants, sink.wants_any
         self.part = part
         self.armed = True
         self._failed: set[str] = set()

@@ -42,7 +42,7 @@ class Read(NamedTuple):
     rows: tuple[int, int] | None
 
 
-@dataclass
+@dataclass(slots=True)
 class Shared:
     """What a layer's forward and its backward passes know together.
 
@@ -62,10 +62,14 @@ class Run:
 
     Args:
         kind: of the layer; None for one that is nobody's.
-        listeners: whose layer it is; nobody's if empty.
+        everyone: whose layer it is; nobody's if empty.
         backward: whether this is a backward pass.
         shared: of the forward, for a backward pass.
         product: the only product that this run can hold, or None.
+
+    Attributes:
+        listeners: those of everyone whose source wants anything of this run. Whose turn it is may have changed since
+            the forward, so that each run asks for itself.
     """
 
     __slots__ = (
@@ -74,6 +78,7 @@ class Run:
         "_product",
         "_reads",
         "backward",
+        "everyone",
         "kind",
         "listeners",
         "replaced",
@@ -83,14 +88,18 @@ class Run:
     def __init__(
         self,
         kind: Kind | None,
-        listeners: tuple[Listener, ...],
+        everyone: tuple[Listener, ...],
         *,
         backward: bool = False,
         shared: Shared | None = None,
         product: int | None = None,
     ) -> None:
         self.kind = kind
-        self.listeners = listeners
+        self.everyone = everyone
+        self.listeners = everyone
+        for listener in everyone:
+            if not listener.source.is_awake(listener, backward=backward):
+                self.listeners = tuple(other for other in self.listeners if other is not listener)
         self.backward = backward
         self.shared = shared if shared is not None else Shared()
         self.replaced: dict[int, Any] = {}
@@ -103,11 +112,11 @@ class Run:
         """The run of a backward pass through this forward."""
         self.shared.gradients.clear()
         self.shared.rowwise_only.clear()
-        return Run(self.kind, self.listeners, backward=True, shared=self.shared)
+        return Run(self.kind, self.everyone, backward=True, shared=self.shared)
 
     def delayed(self, product: int) -> Run:
         """The run of a product that is computed after this backward pass."""
-        return Run(self.kind, self.listeners, backward=True, shared=self.shared, product=product)
+        return Run(self.kind, self.everyone, backward=True, shared=self.shared, product=product)
 
     @property
     def is_delayed(self) -> bool:
