@@ -119,13 +119,17 @@ class Capture:
 
     def wants_any(self, sightings: Sightings) -> bool:
         """Whether ``wants`` says yes to any of several sightings: see the protocol."""
+        if self._has_no_every and self.rotation.records_all:
+            return not self.off
         if is_capturing():  # what is captured is for replays in other iterations
             return any(self.wants(*sighting) for sighting in sightings.of)
         epoch, iteration, answer = sightings.known
         if epoch is self._epoch and iteration == self.iteration:
             return answer
         epoch, iteration = self._epoch, self.iteration
-        answer = any(self.wants(*sighting) for sighting in sightings.of)
+        answer = False
+        if not all(map(self.rotation.sleeps, sightings.layers)):
+            answer = any(self.wants(*sighting) for sighting in sightings.of)
         sightings.known = (epoch, iteration, answer)
         return answer
 

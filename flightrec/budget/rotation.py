@@ -83,6 +83,7 @@ class Rotation:
         self._config = config
         self._coverage = Coverage(config.watch_iterations)
         self._order: dict[str, int] = {}
+        self._with_boundary: set[str] = set()
         self._turn: int | None = None  # None: everything
         self._turn_of: dict[str, int] = {}
         self._tick = 0
@@ -110,6 +111,7 @@ class Rotation:
             for tensor in BOUNDARY_TENSORS
             if self._config.selects(layer, tensor) is not None
         )
+        self._with_boundary = {layer for layer, _ in self.always}
 
     def measure(self, device: torch.device) -> None:
         """Measure what a record costs. Waits for the device."""
@@ -155,6 +157,13 @@ class Rotation:
             return True
         self._last[layer, every] = self._tick
         return False
+
+    def sleeps(self, layer: str) -> bool:
+        """Whether nothing of a layer is recorded in this iteration for want of its turn; a no says nothing."""
+        turn = self._turn
+        if turn is None or self.share is None or self._turn_of.get(layer, turn) == turn:
+            return False
+        return layer in self._order and layer not in self._with_boundary
 
     def _waits(self, layer: str, every: int) -> bool:
         """Whether it is too early for the tensors of an entry with ``every``."""

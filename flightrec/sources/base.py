@@ -14,12 +14,14 @@ from flightrec.boundary import contained
 from flightrec.hosthooks import describe
 from flightrec.records import Phase, Stage
 from flightrec.sources.observe import observe
+from flightrec.sources.plain import is_known_plain
 from flightrec.sources.sink import Sink
 
 _MAX_FAILED_LAYERS = 8
 """After failures in so many layers the cause is not the layer: the whole source is switched off."""
 
 _log = logging.getLogger("flightrec")
+_Tensor = torch.Tensor
 
 
 class Source(Protocol):
@@ -78,10 +80,14 @@ class Keeper:
 
         Call it inside ``quiet``. May raise; the hook that calls it must catch.
         """
-        plain, quantized, reason = observe(value)
-        if plain is None and quantized is None:
-            self.blind(layer, tensor, reason)
-            return
+        if is_known_plain(value):  # as ``observe`` would, without its calls: this is most of what is seen
+            plain: torch.Tensor | None = value.detach() if value.requires_grad or type(value) is not _Tensor else value
+            quantized = None
+        else:
+            plain, quantized, reason = observe(value)
+            if plain is None and quantized is None:
+                self.blind(layer, tensor, reason)
+                return
         self.sink.capture(
             layer,
             tensor,

@@ -24,13 +24,15 @@ class Sightings:
         of: (layer, tensor, phase, stage) of each.
 
     Attributes:
+        layers: those among them.
         known: where a sink notes its answer, and what that holds for.
     """
 
-    __slots__ = ("known", "of")
+    __slots__ = ("known", "layers", "of")
 
     def __init__(self, of: Iterable[tuple[str, str, Phase, Stage]]) -> None:
         self.of = tuple(of)
+        self.layers = tuple(dict.fromkeys(layer for layer, *_ in self.of))
         self.known: tuple[object, int, bool] = (None, 0, False)
 
 

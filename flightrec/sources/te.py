@@ -33,7 +33,7 @@ from flightrec.sources.te_parts import parts_of
 from flightrec.sources.te_products import rows_of
 from flightrec.sources.te_run import Listener, Run
 from flightrec.sources.te_state import has_columnwise, state_of
-from flightrec.sources.te_template import Template
+from flightrec.sources.te_template import ModuleLook, Template
 from flightrec.sources.warmup import is_capturing
 
 _PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL)
@@ -84,6 +84,7 @@ class TeSource:
         self._weights: dict[tuple[str, Stage], int] = {}  # iteration of the last record
         self._rowwise_only: set[str] = set()
         self._templates: dict[tuple[str, str, str, Phase, Stage], Template] = {}
+        self._looks: dict[str, ModuleLook] = {}
         self._unseen = unseen_parts(model) if self._layers else {}
 
     @property
@@ -105,6 +106,7 @@ class TeSource:
             self._attached = self._keeper.armed = False
             te_patch.unregister(self)
             self._templates.clear()
+            self._looks.clear()
 
     def after_step(self) -> None:
         """Begin the next iteration."""
@@ -271,7 +273,7 @@ class TeSource:
         part: str, is_gathered: bool,
     ) -> None:  # fmt: skip
         is_current = run.was_quantized_here(operand) or ((tensor, stage) in _MADE_IN_THEIR_PASS and not run.is_delayed)
-        module = listener.layer.module
+        layer, module = listener.layer.layer, listener.layer.module
         partner = run.partner(operand)
         plain = None
         if partner is not None:
@@ -281,14 +283,17 @@ class TeSource:
         facts = _FACTS[plain is None, is_gathered]
         place = (name, tensor, part, phase, stage)
         template = self._templates.get(place)
-        parts = None if template is None else template.parts(operand, module, is_current, facts)
+        look = run.looks.get(layer)
+        if look is None:
+            look = self._looks[layer] = run.looks[layer] = ModuleLook.of(module, self._looks.get(layer))
+        parts = None if template is None else template.parts(operand, look, is_current, facts)
         if parts is None:
             state = state_of(module, operand, at_quantizing=is_current)
             parts, reason = parts_of(operand, state, facts)
             if parts is None:
                 self._keeper.blind(name, tensor, reason)
                 return
-            template = Template.of(operand, module, parts, state, is_current, facts)
+            template = Template.of(operand, look, parts, state, is_current, facts)
             if template is not None:
                 self._templates[place] = template
         self._keeper.sink.capture(

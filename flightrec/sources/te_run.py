@@ -68,6 +68,7 @@ class Run:
         product: the only product that this run can hold, or None.
 
     Attributes:
+        looks: what sources saw of the layer's module in this run, by its name.
         listeners: those of everyone whose source wants anything of this run. Whose turn it is may have changed since
             the forward, so that each run asks for itself.
     """
@@ -81,6 +82,7 @@ class Run:
         "everyone",
         "kind",
         "listeners",
+        "looks",
         "replaced",
         "shared",
     )
@@ -103,6 +105,7 @@ class Run:
         self.backward = backward
         self.shared = shared if shared is not None else Shared()
         self.replaced: dict[int, Any] = {}
+        self.looks: dict[str, Any] = {}
         self._product = product
         self._num_forward = 0
         self._num_grad = 0
@@ -190,6 +193,7 @@ class Run:
         """The function returned: nothing of its tensors is of use any more."""
         self._reads.clear()
         self.replaced.clear()
+        self.looks.clear()
 
 
 NOBODY = Run(None, ())
