@@ -56,7 +56,10 @@ def record(te: Any, kind: str, recipe_name: str, *, cached: bool) -> tuple[list[
 
 @pytest.mark.parametrize(
     ("kind", "recipe_name"),
-    [("LayerNormMLP", "delayed"), ("Linear", "current"), ("GroupedLinear", "delayed"), ("ops", "delayed")],
+    [
+        ("LayerNormMLP", "delayed"), ("Linear", "current"), ("GroupedLinear", "delayed"), ("ops", "delayed"),
+        ("LayerNormMLP", "block"),
+    ],
 )
 def test_records_are_the_same_with_and_without_templates(te, kind, recipe_name):
     quick, num_templates = record(te, kind, recipe_name, cached=True)

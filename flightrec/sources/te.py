@@ -27,6 +27,7 @@ from flightrec.sources.extract_te import QuantizerState
 from flightrec.sources.observe import observe
 from flightrec.sources.sink import Sightings, Sink
 from flightrec.sources.stamps import Stamp, Stamps
+from flightrec.sources.te_block_template import BlockTemplate
 from flightrec.sources.te_classes import is_storage
 from flightrec.sources.te_layers import Kind, TeLayer, find_layers, unseen_parts
 from flightrec.sources.te_parts import parts_of
@@ -83,7 +84,7 @@ class TeSource:
         self._owned = self._weight_owners()
         self._weights: dict[tuple[str, Stage], int] = {}  # iteration of the last record
         self._rowwise_only: set[str] = set()
-        self._templates: dict[tuple[str, str, str, Phase, Stage], Template] = {}
+        self._templates: dict[tuple[str, str, str, Phase, Stage], Template | BlockTemplate] = {}
         self._looks: dict[str, ModuleLook] = {}
         self._unseen = unseen_parts(model) if self._layers else {}
 
@@ -294,6 +295,7 @@ class TeSource:
                 self._keeper.blind(name, tensor, reason)
                 return
             template = Template.of(operand, look, parts, state, is_current, facts)
+            template = template or BlockTemplate.of(operand, look, parts, state, facts)
             if template is not None:
                 self._templates[place] = template
         self._keeper.sink.capture(

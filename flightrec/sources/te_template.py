@@ -1,10 +1,10 @@
 """Takes a per-tensor FP8 operand apart as ``parts_of`` does, but from what it found of the one before.
 
 Everything but the tensors' values is the same for an operand in every iteration, and to find it out again would be most
-of a record's cost. So it is kept and compared: class, shapes and dtypes, every attribute of the quantizer and of the
-recipe (these once a run), the module's amax history. Compared by identity, and never by the operand's own, since sharded training makes
-new objects of old names: what differs is looked at in full again. Owns references to a quantizer's small words, to its
-attributes and to a module's amax history, no operand. Never synchronises, launches nothing.
+of a record's cost. So it is kept and compared: class, shapes and dtypes, every attribute of the quantizer, those of the
+recipe once a run, the module's amax history. Compared by identity, and never by the operand's own, since sharded
+training makes new objects of old names: what differs is looked at in full again. Owns references to a quantizer's small
+words, to its attributes and to a module's amax history, no operand. Never synchronises, launches nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Template:
     ) -> None:
         quantizer = operand._quantizer
         self._class, self._quantizer_class = type(operand), type(quantizer)
-        self._data, self._scale_inv = _looks(operand._data), _looks(operand._scale_inv)
+        self._data, self._scale_inv = looks_of(operand._data), looks_of(operand._scale_inv)
         self._dtype, self._fp8_dtype = operand._dtype, operand._fp8_dtype
         self._attributes = [] if quantizer is None else list(vars(quantizer).values())
         self._is_current, self._facts = is_current, facts
@@ -95,7 +95,7 @@ class Template:
         if type(operand) is not self._class or is_current is not self._is_current or facts != self._facts:
             return None
         data, scale_inv = operand._data, operand._scale_inv
-        if not (_is_like(data, self._data) and _is_like(scale_inv, self._scale_inv)):
+        if not (is_like(data, self._data) and is_like(scale_inv, self._scale_inv)):
             return None
         if operand._dtype is not self._dtype or operand._fp8_dtype is not self._fp8_dtype:
             return None
@@ -108,7 +108,7 @@ class Template:
     def _has_same_quantizer(self, quantizer: Any) -> bool:
         if type(quantizer) is not self._quantizer_class:
             return False
-        if quantizer is not None and not _are_same(vars(quantizer), self._attributes):
+        if quantizer is not None and not are_same(vars(quantizer), self._attributes):
             return False
         for word, pointer in self._words:  # noqa: SIM110  a generator would be most of the cost
             if word.data_ptr() != pointer:
@@ -147,14 +147,15 @@ class ModuleLook:
             return False
         if _recipe_of(metas) is not self._recipe:
             return False
-        return self._recipe is None or _are_same(vars(self._recipe), self._recipe_values)
+        return self._recipe is None or are_same(vars(self._recipe), self._recipe_values)
 
 
-def _looks(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+def looks_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    """What ``is_like`` compares."""
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def _is_like(tensor: torch.Tensor | None, looks: tuple[torch.Size, torch.dtype, torch.device]) -> bool:
+def is_like(tensor: torch.Tensor | None, looks: tuple[torch.Size, torch.dtype, torch.device]) -> bool:
     """Same shape, dtype and device, contiguous, in memory that is there."""
     return (
         tensor is not None
@@ -165,7 +166,7 @@ def _is_like(tensor: torch.Tensor | None, looks: tuple[torch.Size, torch.dtype, 
     )
 
 
-def _are_same(attributes: Mapping[str, Any], values: list[Any]) -> bool:
+def are_same(attributes: Mapping[str, Any], values: list[Any]) -> bool:
     """Whether every attribute is the very object that it was; equality might synchronise."""
     return len(attributes) == len(values) and all(map(operator.is_, attributes.values(), values))
 
