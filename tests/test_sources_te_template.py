@@ -57,7 +57,10 @@ def record(te: Any, kind: str, recipe_name: str, *, cached: bool) -> tuple[list[
 @pytest.mark.parametrize(
     ("kind", "recipe_name"),
     [
-        ("LayerNormMLP", "delayed"), ("Linear", "current"), ("GroupedLinear", "delayed"), ("ops", "delayed"),
+        ("LayerNormMLP", "delayed"),
+        ("Linear", "current"),
+        ("GroupedLinear", "delayed"),
+        ("ops", "delayed"),
         ("LayerNormMLP", "block"),
     ],
 )

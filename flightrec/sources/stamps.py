@@ -244,6 +244,4 @@ def _is_in_tracing_mode() -> bool:
 
 
 def _is_traced() -> bool:
-    return (
-        (_num_modes() > 0 and _is_in_tracing_mode()) or _get_transform() is not None or _get_tracing() is not None
-    )
+    return (_num_modes() > 0 and _is_in_tracing_mode()) or _get_transform() is not None or _get_tracing() is not None

@@ -159,7 +159,9 @@ class TeSource:
         """Whether anything of a pass through a layer is wanted in this iteration. Never raises an ``Exception``."""
         name = listener.layer.layer
         try:
-            return self._keeper.wants_any(self._backwards[name] if backward else self._forwards[listener[1].phase][name])
+            return self._keeper.wants_any(
+                self._backwards[name] if backward else self._forwards[listener[1].phase][name]
+            )
         except Exception as error:
             self._keeper.fail(name, error)
             return False
