@@ -86,7 +86,9 @@ class Parameters:
     def attach(self) -> None:
         """Hook the parameters that require gradients and are not hooked yet; drop hooks of replaced ones."""
         for slot in self._accumulated:
-            parameter = slot.parameter
+            hooked, parameter = slot.hooked, slot.module._parameters.get(slot.name)
+            if hooked is not None and hooked is parameter and hooked._cdata == slot.inside:
+                continue  # in every step, for every parameter: no calls
             if slot.was_swapped:
                 self._keeper.blind(slot.layer, "wgrad", "the parameter's tensor was swapped; its hooks no longer run")
             if slot.hooked is not None and slot.hooked is parameter:
