@@ -17,12 +17,13 @@ import torch
 
 from flightrec.records import Phase
 from flightrec.sources.stamps import Stamp
-from flightrec.sources.te_classes import is_storage
+from flightrec.sources.te_classes import is_storage, te_classes
 from flightrec.sources.te_layers import Kind, TeLayer
 
 if TYPE_CHECKING:
     from flightrec.sources.te import TeSource
 
+_HYBRID = "HybridQuantizedTensorStorage"
 _local = threading.local()
 
 
@@ -169,10 +170,11 @@ class Run:
         except TypeError:  # an object that has no place for weak references
             return
         self._reads[id(made)] = read
-        for name in ("_rowwise_storage", "_columnwise_storage"):
-            inner = getattr(made, name, None)
-            if inner is not None:
-                self._reads[id(inner)] = Read(weakref.ref(inner), read.source, rows)
+        if _HYBRID in te_classes(type(made)):  # asking a tensor for an attribute that it has not is slow
+            for name in ("_rowwise_storage", "_columnwise_storage"):
+                inner = getattr(made, name, None)
+                if inner is not None:
+                    self._reads[id(inner)] = Read(weakref.ref(inner), read.source, rows)
 
     def was_quantized_here(self, operand: Any) -> bool:
         """Say whether a quantizer made this operand within this run."""

@@ -280,29 +280,35 @@ def product(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     call = None
     overlap = _overlap(kwargs)
     gathers = overlap == "AG"
-    with _contained(run), quiet():
-        call = None if run.kind.is_grouped else te_products.begin(run, args[1], args[3])
-        if call is None:
-            _tell(run, "products", "the kernel was called in a way that is not known")
-        else:
-            te_products.operands(run, call, args[0], args[2], only="a" if gathers else "")
+    try:  # no context objects of ours: this is the way of most records
+        with quiet():
+            call = None if run.kind.is_grouped else te_products.begin(run, args[1], args[3])
+            if call is None:
+                _tell(run, "products", "the kernel was called in a way that is not known")
+            else:
+                te_products.operands(run, call, args[0], args[2], only="a" if gathers else "")
+    except Exception as error:
+        _failed(run, error)
     result = original(*args, **kwargs)
     if call is not None:
-        with _contained(run), quiet():
-            if gathers and _keeps_nothing(kwargs["comm_overlap"]):
-                te_products.not_read(run, call, _GATHERED_INSIDE)
-            elif gathers:  # complete only now: the kernel gathered it piece by piece
-                te_products.operands(run, call, args[0], args[2], only="b")
-            te_products.result(
-                run,
-                call,
-                result[0],
-                pre_activation=result[2],
-                has_activation=bool(args[9]),
-                accumulates=bool(args[14]),
-                is_reduced=overlap == "RS",
-            )
-            run.replaced.clear()
+        try:
+            with quiet():
+                if gathers and _keeps_nothing(kwargs["comm_overlap"]):
+                    te_products.not_read(run, call, _GATHERED_INSIDE)
+                elif gathers:  # complete only now: the kernel gathered it piece by piece
+                    te_products.operands(run, call, args[0], args[2], only="b")
+                te_products.result(
+                    run,
+                    call,
+                    result[0],
+                    pre_activation=result[2],
+                    has_activation=bool(args[9]),
+                    accumulates=bool(args[14]),
+                    is_reduced=overlap == "RS",
+                )
+                run.replaced.clear()
+        except Exception as error:
+            _failed(run, error)
     return result
 
 
