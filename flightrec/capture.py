@@ -26,8 +26,9 @@ from flightrec.ring.layout import QuantizedParts
 from flightrec.ring.registry import MAX_CALLS, MAX_KEYS
 from flightrec.sources.extract import extract
 from flightrec.sources.observe import Observed, observe
-from flightrec.sources.sink import quiet
+from flightrec.sources.sink import Sightings, quiet
 from flightrec.sources.splits import splits_on
+from flightrec.sources.warmup import is_capturing
 
 logger = logging.getLogger("flightrec")
 
@@ -92,6 +93,8 @@ class Capture:
         self._dead_parts: set[str] = set()
         self._notes: dict[tuple[str, str], str] = {}
         self._sites: dict[tuple[str, str, str, int, Phase, int, Stage], _Site] = {}
+        self._epoch = object()
+        """Another one in each iteration, since the user may give two the same number."""
 
     # -- Sink --------------------------------------------------------------------------------------------------------
 
@@ -113,6 +116,22 @@ class Capture:
         return selection is not None and (
             not rotation.skips(layer, tensor, selection.every, self.iteration, rotates=True) or self._is_capturing()
         )
+
+    def wants_any(self, sightings: Sightings) -> bool:
+        """Whether ``wants`` says yes to any of several sightings: see the protocol."""
+        if self._has_no_every and self.rotation.records_all:
+            return not self.off
+        if is_capturing():  # what is captured is for replays in other iterations
+            return any(self.wants(*sighting) for sighting in sightings.of)
+        epoch, iteration, answer = sightings.known
+        if epoch is self._epoch and iteration == self.iteration:
+            return answer
+        epoch, iteration = self._epoch, self.iteration
+        answer = False
+        if not all(map(self.rotation.sleeps, sightings.layers)):
+            answer = any(self.wants(*sighting) for sighting in sightings.of)
+        sightings.known = (epoch, iteration, answer)
+        return answer
 
     def capture(
         self,
@@ -154,7 +173,8 @@ class Capture:
             captured = engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             if not (is_in or captured):
                 return
-            begun = None if captured else rotation.costs.begin()
+            costs = rotation.costs
+            begun = None if captured else costs.begin()
             parts: QuantizedParts | None = None
             if columnwise is None and type(quantized) is QuantizedParts:
                 parts = quantized
@@ -175,11 +195,11 @@ class Capture:
                 record_captured(engine, site.key, high_precision, parts, valid_rows, splits, keep, self.blind, turn)
                 return
             counts = None if splits is None else splits_on(engine.device, splits, high_precision, parts)
-            layout = engine.record(
+            layout = engine.ring.record(
                 site.key, high_precision=high_precision, quantized=parts, keep=keep, valid_rows=valid_rows,
                 splits=counts,
             )  # fmt: skip
-            rotation.costs.end(begun, layout)
+            costs.end(begun, layout)
             if layout is None or counts is not None:
                 self._after(site.key, layout, counts, engine)
         except Exception as error:
@@ -276,7 +296,7 @@ class Capture:
         if self.engine is not None:
             with self.guard("turns of captured CUDA graphs"):
                 self.rotation.choose_replayed(self.engine.ring, next_iteration)
-        self.iteration = next_iteration
+        self.iteration, self._epoch = next_iteration, object()
         self._microbatch = NO_MICROBATCH
         self.num_microbatches = 0
         self._is_explicit = False

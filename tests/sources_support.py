@@ -16,6 +16,7 @@ from flightrec.records import NO_MICROBATCH, TENSORS, Key, Phase, Stage
 from flightrec.ring.layout import QuantizedParts
 from flightrec.sources.choose import choose_sources
 from flightrec.sources.extract import extract
+from flightrec.sources.sink import Sightings
 from flightrec.sources.watched import is_watched
 
 TRAINING = tuple(t for t in TENSORS if t not in ("loss", "metric", "parameter"))
@@ -51,6 +52,9 @@ class RecordingSink:
 
     def wants(self, layer: str, tensor: str, phase: Phase, stage: Stage) -> bool:
         return self.turn is None or self.turn(layer)
+
+    def wants_any(self, sightings: Sightings) -> bool:
+        return any(self.wants(*sighting) for sighting in sightings.of)
 
     def capture(
         self, layer, tensor, *, part="", microbatch, phase, call, stage, high_precision=None, quantized=None,

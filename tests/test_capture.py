@@ -12,6 +12,7 @@ from models import batches, make, train
 import flightrec
 from flightrec.records import Phase, Stage
 from flightrec.sources.plain import forget_plain
+from flightrec.sources.sink import Sightings
 
 EVERYTHING = {"budget": "none", "triggers": [], "ring": {"iterations": 3}}
 TIGHT = {"budget": "0.001%", "ring": {"iterations": 4}}
@@ -134,3 +135,34 @@ def test_a_gradient_that_is_not_in_turn_leaves_no_hook(tmp_path):
         wanted = {name: recorder._capture.wants(name, "gradient", Phase.TRAIN, Stage.BACKWARD) for name in outputs}
     assert hooked == wanted
     assert not all(hooked.values())
+
+
+@pytest.mark.parametrize(("budget", "every"), [("0.001%", 1), ("0.001%", 3), ("none", 3), ("none", 1)])
+def test_what_is_remembered_of_several_sightings_is_what_would_be_answered_now(tmp_path, budget, every):
+    net, answers = make(), []
+    select = [{"tensors": ["activation", "output", "gradient", "wgrad"], "every": every}]
+    with flightrec.Recorder({"budget": budget, "select": select}, directory=tmp_path) as recorder:
+        recorder.attach(net)
+        capture = recorder._capture
+        kept = [
+            Sightings((name, tensor, Phase.TRAIN, stage) for tensor, stage in tensors)
+            for name, _ in net.named_modules()
+            for tensors in (
+                [("activation", Stage.FORWARD), ("output", Stage.FORWARD)],
+                [("gradient", Stage.BACKWARD), ("wgrad", Stage.BACKWARD)],
+                [("input", Stage.FORWARD)],
+            )
+        ]
+
+        def compare(iteration: int) -> None:
+            for number in (iteration, iteration + 1, iteration):  # the user may say which iteration it is
+                capture.iteration = number
+                now = [any(capture.wants(*one) for one in sightings.of) for sightings in kept]
+                assert [capture.wants_any(sightings) for sightings in kept] == now
+                assert [capture.wants_any(sightings) for sightings in kept] == now
+                answers.extend(now)
+
+        train(net, batches(8), recorder, before_step=compare)
+    assert len(answers) > 100
+    assert True in answers
+    assert False in answers or (budget, every) == ("none", 1)

@@ -15,7 +15,7 @@ from te_layer_support import Layer, batch, loss_of, recipe_of, run, sink_of
 from flightrec.sources.te import TeSource
 from flightrec.sources.te_parts import parts_of
 from flightrec.sources.te_state import state_of
-from flightrec.sources.te_template import Template
+from flightrec.sources.te_template import ModuleLook, Template
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def record(te: Any, kind: str, recipe_name: str, *, cached: bool) -> tuple[list[
     with Watch(model, sink) as watch:
         source = next(source for source in watch.sources if isinstance(source, TeSource))
         if not cached:
-            source._templates = Nothing()
+            source._templates, source._looks = Nothing(), Nothing()
         for iteration in range(3):
             for microbatch in range(2):
                 loss_of(run(te, model, batch(2 * iteration + microbatch), recipe)).backward()
@@ -56,7 +56,13 @@ def record(te: Any, kind: str, recipe_name: str, *, cached: bool) -> tuple[list[
 
 @pytest.mark.parametrize(
     ("kind", "recipe_name"),
-    [("LayerNormMLP", "delayed"), ("Linear", "current"), ("GroupedLinear", "delayed"), ("ops", "delayed")],
+    [
+        ("LayerNormMLP", "delayed"),
+        ("Linear", "current"),
+        ("GroupedLinear", "delayed"),
+        ("ops", "delayed"),
+        ("LayerNormMLP", "block"),
+    ],
 )
 def test_records_are_the_same_with_and_without_templates(te, kind, recipe_name):
     quick, num_templates = record(te, kind, recipe_name, cached=True)
@@ -91,12 +97,13 @@ class Example:
         parts = parts_of(self.operand, self.state).parts
         assert parts is not None
         assert self.state.amax_history is not None
-        made = Template.of(self.operand, self.module, parts, self.state, True, ())
+        self.look = ModuleLook.of(self.module, None)
+        made = Template.of(self.operand, self.look, parts, self.state, True, ())
         assert made is not None
         self.template = made
 
     def taken(self, is_current: bool = True, facts: Any = ()) -> Any:
-        return self.template.parts(self.operand, self.module, is_current, facts)
+        return self.template.parts(self.operand, ModuleLook.of(self.module, self.look), is_current, facts)
 
 
 def _swap_history(example: Example) -> None:

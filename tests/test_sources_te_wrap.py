@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import te_cpu
 import te_cpu_modules
 import torch
-from sources_support import BACKWARD, FORWARD, RecordingSink, Watch
+from sources_support import BACKWARD, FORWARD, RecordingSink, Watch, bits
+from te_layer_support import Layer, batch, loss_of, recipe_of, run, sink_of
 from torch import nn
 
 from flightrec.records import Phase
@@ -221,3 +223,58 @@ def test_several_products_in_one_fused_kernel_are_told(te):
     assert "one fused kernel" in sink.blinds["", "products of '0'"]
     assert "one fused kernel" in sink.blinds["", "products of '1'"]
     assert not sink.errors
+
+
+class Pair(nn.Module):
+    """Two layers of one kind."""
+
+    def __init__(self, te: Any, kind: str) -> None:
+        super().__init__()
+        self.a, self.b = Layer(te, kind), Layer(te, kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.a(x), self.b(x)], -1)
+
+
+def record_pair(te: Any, kind: str, turn: Callable[[RecordingSink, str], bool]) -> RecordingSink:
+    te.state.reset()
+    torch.manual_seed(0)
+    model, recipe, sink = Pair(te, kind), recipe_of(te, "delayed"), sink_of()
+    sink.turn = lambda layer: turn(sink, layer)
+    with Watch(model, sink) as watch:
+        for iteration in range(4):
+            for microbatch in range(2):
+                y = run(te, model, batch(2 * iteration + microbatch), recipe)
+                sink.is_backward = True
+                loss_of(y).backward()
+                sink.is_backward = False
+            watch.step()
+    assert not sink.errors
+    return sink
+
+
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP checkpoint", "GroupedLinear", "ops"])
+def test_layers_in_turn_are_recorded_as_if_all_were_and_no_others(te, kind):
+    def is_turn(iteration: int, layer: str) -> bool:
+        return layer.startswith("ab"[iteration % 2]) or iteration == 0
+
+    whole = record_pair(te, kind, lambda sink, layer: True)
+    turns = record_pair(te, kind, lambda sink, layer: is_turn(sink.iteration, layer))
+    expected = [seen for seen in whole.seen if is_turn(seen.iteration, seen.key.layer)]
+    assert {seen.key.tensor for seen in turns.seen} >= {"activation", "weight", "gradient", "dgrad", "output"}
+    assert [(seen.iteration, seen.key) for seen in turns.seen] == [(seen.iteration, seen.key) for seen in expected]
+    for one, two in zip(turns.seen, expected, strict=True):
+        for mine, other in zip(tensors_of(one), tensors_of(two), strict=True):
+            assert torch.equal(bits(mine), bits(other)), one.key
+
+
+def test_whose_turn_it_is_may_change_between_a_forward_and_its_backward(te):
+    sink = record_pair(te, "LayerNormLinear", lambda sink, layer: getattr(sink, "is_backward", False))
+    seen = {(s.key.tensor, s.key.microbatch) for s in sink.seen if s.key.layer == "a.layer" and s.iteration == 1}
+    assert {("gradient", 0), ("gradient", 1), ("dgrad", 0), ("dgrad", 1)} <= seen
+    assert ("output", 0) not in seen
+
+
+def tensors_of(seen: Any) -> list[torch.Tensor]:
+    components = [] if seen.quantized is None else list(seen.quantized.components.values())
+    return components if seen.tensor is None else [seen.tensor, *components]

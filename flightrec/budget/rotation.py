@@ -75,6 +75,7 @@ class Rotation:
     Attributes:
         share: part of a step that recording may take; None records everything always.
         always: (layer, tensor) that are recorded in every iteration.
+        records_all: nothing takes turns in this iteration, so that ``skips`` need not be asked where ``every`` is 1.
         note: what an incident says of the current iteration if it was not recorded whole, else empty.
     """
 
@@ -82,9 +83,11 @@ class Rotation:
         self.share = config.budget.fraction if isinstance(config.budget, Share) else None
         self.always: frozenset[tuple[str, str]] = frozenset()
         self.note = ""
+        self.records_all = True
         self._config = config
         self._coverage = Coverage(config.watch_iterations)
         self._order: dict[str, int] = {}
+        self._with_boundary: set[str] = set()
         self._turn: int | None = None  # None: everything
         self._turn_of: dict[str, int] = {}
         self._tick = 0
@@ -115,6 +118,7 @@ class Rotation:
             for tensor in BOUNDARY_TENSORS
             if self._config.selects(layer, tensor) is not None
         )
+        self._with_boundary = {layer for layer, _ in self.always}
 
     def measure(self, device: torch.device) -> None:
         """Measure what a record costs. Waits for the device."""
@@ -130,11 +134,6 @@ class Rotation:
         return self._costs
 
     # -- every record, any thread
-
-    @property
-    def records_all(self) -> bool:
-        """Whether nothing takes turns in this iteration, so that ``skips`` need not be asked where ``every`` is 1."""
-        return self.share is None or self._turn is None
 
     def skips(self, layer: str, tensor: str, every: int, iteration: int, *, rotates: bool) -> bool:
         """Whether this sighting is left out of the current iteration: not its turn, or not its n-th iteration.
@@ -160,6 +159,13 @@ class Rotation:
             return True
         self._last[layer, every] = self._tick
         return False
+
+    def sleeps(self, layer: str) -> bool:
+        """Whether nothing of a layer is recorded in this iteration for want of its turn; a no says nothing."""
+        turn = self._turn
+        if turn is None or self.share is None or self._turn_of.get(layer, turn) == turn:
+            return False
+        return layer in self._order and layer not in self._with_boundary
 
     def _waits(self, layer: str, every: int) -> bool:
         """Whether it is too early for the tensors of an entry with ``every``."""
@@ -263,7 +269,7 @@ class Rotation:
         try:
             self._end_iteration(ring, judging_s)
         except Exception:
-            self.share, self._turn, self.note = None, None, ""
+            self.share, self._turn, self.note, self.records_all = None, None, "", True
             raise
 
     def _end_iteration(self, ring: Ring | None, judging_s: float) -> None:
@@ -282,6 +288,7 @@ class Rotation:
         self.learn(ring.layouts)
         if self.share is not None:
             self._next_turn()
+            self.records_all = self._turn is None
         if not self._told and self._clock is not None and self._clock.step_s is not None:
             self._told = True
             logger.info("flightrec: %s", "; ".join(self.describe(ring)))

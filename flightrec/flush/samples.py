@@ -140,7 +140,7 @@ class SampleHistory:
         self._kind_of = np.empty(0, np.int64)
         self._place_of = np.empty(0, np.int64)
         self._row_of = np.empty(0, np.int64)
-        self._ids = np.empty(0, np.int64)
+        self._ids: Sequence[int] = []
         self._plans: list[_Plan] = []
 
     def add(
@@ -177,10 +177,10 @@ class SampleHistory:
     ) -> None:
         if len(layouts) != self._num_layouts:
             self._see_layouts(layouts)
-        ids = np.fromiter(layout_ids, np.int64, len(layout_ids))
-        if not np.array_equal(ids, self._ids):
+        if layout_ids != self._ids:
+            ids = np.fromiter(layout_ids, np.int64, len(layout_ids))
             self._plans = [self._plan(kind, ids) for kind in (PLAIN, QUANTIZED)]
-            self._ids = ids
+            self._ids = list(layout_ids)
         matrices = []
         with np.errstate(all="ignore"):
             for plan in self._plans:
@@ -211,8 +211,8 @@ class SampleHistory:
         self._place_of = np.concatenate([self._place_of, places])
         self._row_of = np.concatenate([self._row_of, rows])
         self._num_layouts += len(new)
-        self._ids = np.empty(0, np.int64)
-        self._plans = [self._plan(kind, self._ids) for kind in (PLAIN, QUANTIZED)]
+        self._ids = []
+        self._plans = [self._plan(kind, np.empty(0, np.int64)) for kind in (PLAIN, QUANTIZED)]
 
     def _place(self, series: Key, kind: int) -> int:
         """Column of a series among all columns of its kind; -1: the memory is full."""

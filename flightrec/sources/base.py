@@ -14,12 +14,14 @@ from flightrec.boundary import contained
 from flightrec.hosthooks import describe
 from flightrec.records import Phase, Stage
 from flightrec.sources.observe import observe
+from flightrec.sources.plain import is_known_plain
 from flightrec.sources.sink import Sink
 
 _MAX_FAILED_LAYERS = 8
 """After failures in so many layers the cause is not the layer: the whole source is switched off."""
 
 _log = logging.getLogger("flightrec")
+_Tensor = torch.Tensor
 
 
 class Source(Protocol):
@@ -47,11 +49,12 @@ class Keeper:
 
     Attributes:
         wants: of the sink; ask it before looking at a tensor.
+        wants_any: of the sink.
     """
 
     def __init__(self, sink: Sink, part: str) -> None:
         self.sink = sink
-        self.wants = sink.wants
+        self.wants, self.wants_any = sink.wants, sink.wants_any
         self.part = part
         self.armed = True
         self._failed: set[str] = set()
@@ -77,10 +80,14 @@ class Keeper:
 
         Call it inside ``quiet``. May raise; the hook that calls it must catch.
         """
-        plain, quantized, reason = observe(value)
-        if plain is None and quantized is None:
-            self.blind(layer, tensor, reason)
-            return
+        if is_known_plain(value):  # as ``observe`` would, without its calls: this is most of what is seen
+            plain: torch.Tensor | None = value.detach() if value.requires_grad or type(value) is not _Tensor else value
+            quantized = None
+        else:
+            plain, quantized, reason = observe(value)
+            if plain is None and quantized is None:
+                self.blind(layer, tensor, reason)
+                return
         self.sink.capture(
             layer,
             tensor,

@@ -50,4 +50,6 @@ def distinct_elements(tensor: torch.Tensor) -> int:
 
 def is_expanded_element(tensor: torch.Tensor) -> bool:
     """Say whether a tensor of several elements is one element of memory, expanded."""
-    return tensor.layout is torch.strided and tensor.numel() > 1 and distinct_elements(tensor) == 1
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return False
+    return tensor.numel() > 1 and distinct_elements(tensor) == 1

@@ -28,7 +28,7 @@ from flightrec.sources.base import Keeper
 from flightrec.sources.hooks import GradientHook, register_first
 from flightrec.sources.parameters import Parameters
 from flightrec.sources.plans import LayerPlan, plan_layers, why_unseen
-from flightrec.sources.sink import Sink, quiet
+from flightrec.sources.sink import Sightings, Sink, quiet
 from flightrec.sources.stamps import Stamp, Stamps
 from flightrec.sources.traversal import walk, walk_arguments
 from flightrec.sources.warmup import graphed_for, is_capturing, replays
@@ -127,13 +127,15 @@ class ModulesSource:
     def entered(self, plan: LayerPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A module is about to run: snapshot what enters it."""
         stamp = self.stamps.enter(plan.module, plan.layer)
-        if self.stamps.depth == 1:
+        if not self._started and self.stamps.depth == 1:
             self._outermost(stamp)
         if self.stamps.is_captured:
             plan.was_captured = True
         elif plan.was_captured and replays(plan.module):
             return  # the graph records what the module reads
         phase = stamp.phase
+        if self._sleeps(plan, plan.on_entry, phase):
+            return
         gradients = plan.dgrad and self._gradients_here(plan, phase) and self._hooks(plan, "dgrad")
         name = plan.entering.get(phase)
         if name is not None and not self._keeper.wants(plan.layer, name, phase, Stage.FORWARD):
@@ -152,6 +154,8 @@ class ModulesSource:
         """A module finished: record its result."""
         stamp = self.stamps.leave(plan.layer)
         if stamp is None or output is None:
+            return
+        if plan.module is not self._model and self._sleeps(plan, plan.on_return, stamp.phase):
             return
         keeps = stamp.phase in plan.output and self._keeper.wants(plan.layer, "output", stamp.phase, Stage.FORWARD)
         gradients = plan.gradient and self._gradients_here(plan, stamp.phase) and self._hooks(plan, "gradient")
@@ -278,6 +282,14 @@ class ModulesSource:
             return not plan.reentrant
         return phase is Phase.RECOMPUTE and plan.reentrant
 
+    def _sleeps(self, plan: LayerPlan, sightings: Sightings, phase: Phase) -> bool:
+        """Say whether nothing of these is recorded now, nor hooked."""
+        if not self._is_root_hooked or self._keeper.wants_any(sightings):
+            return False
+        if phase is Phase.TRAIN:
+            plan.reentrant = not torch.is_grad_enabled()
+        return True
+
     def _hooks(self, plan: LayerPlan, tensor: str) -> bool:
         """Say whether gradients are hooked: not if it is not their turn.
 
@@ -344,18 +356,19 @@ class ModulesSource:
 class _Layer:
     """What is told of one module, and the wall that keeps their troubles from the run."""
 
-    __slots__ = ("_has_tap", "_source", "plan", "watch")
+    __slots__ = ("_has_tap", "_source", "_works", "plan", "watch")
 
     def __init__(self, source: ModulesSource, plan: LayerPlan, has_tap: bool) -> None:
         self._source = source
         self._has_tap = has_tap  # another source records its operands
+        self._works = source._keeper.works
         self.plan = plan
         self.watch = Watch(plan.module, self)
 
     def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Report to the source; a copy that shares the hooks (a replica) is not the layer."""
         try:
-            if module is self.plan.module and self._source.works(self.plan):
+            if module is self.plan.module and self._works(self.plan.layer):
                 self._source.entered(self.plan, args, kwargs)
         except Exception as error:
             self._source.failed(self.plan, error)
@@ -363,7 +376,7 @@ class _Layer:
     def left(self, module: nn.Module, output: object) -> None:
         """Report to the source."""
         try:
-            if module is self.plan.module and self._source.works(self.plan):
+            if module is self.plan.module and self._works(self.plan.layer):
                 self._source.left(self.plan, output)
         except Exception as error:
             self._source.failed(self.plan, error)

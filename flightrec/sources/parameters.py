@@ -23,7 +23,7 @@ from flightrec.sources.base import Keeper
 from flightrec.sources.hooks import AccumulatedHook
 from flightrec.sources.memory import FREED
 from flightrec.sources.observe import is_lazy, observe
-from flightrec.sources.sink import Sink, quiet
+from flightrec.sources.sink import Sightings, Sink, quiet
 from flightrec.sources.stamps import Stamps
 
 _EVAL_MODE = (
@@ -74,6 +74,10 @@ class Parameters:
         self._kept = {stage: at_stage(kept, keeper.sink, "parameter", stage) for stage in STAGES_OF["parameter"]}
         self._accumulated = at_stage(slots(model, keeper.sink, "wgrad", skip), keeper.sink, "wgrad", Stage.BACKWARD)
 
+        self._wgrads = {
+            slot.layer: Sightings([(slot.layer, "wgrad", Phase.TRAIN, Stage.BACKWARD)]) for slot in self._accumulated
+        }
+
     @property
     def has_work(self) -> bool:
         """Whether any parameter or its gradient is selected."""
@@ -82,7 +86,9 @@ class Parameters:
     def attach(self) -> None:
         """Hook the parameters that require gradients and are not hooked yet; drop hooks of replaced ones."""
         for slot in self._accumulated:
-            parameter = slot.parameter
+            hooked, parameter = slot.hooked, slot.module._parameters.get(slot.name)
+            if hooked is not None and hooked is parameter and hooked._cdata == slot.inside:
+                continue  # in every step, for every parameter: no calls
             if slot.was_swapped:
                 self._keeper.blind(slot.layer, "wgrad", "the parameter's tensor was swapped; its hooks no longer run")
             if slot.hooked is not None and slot.hooked is parameter:
@@ -130,13 +136,13 @@ class Parameters:
         try:
             if not self._keeper.works(hook.layer) or self._stamps.is_warmup:
                 return
+            if not self._keeper.wants_any(self._wgrads[hook.layer]):
+                return
             if self._stamps.only_evaluated:
                 self._keeper.blind("", "", _EVAL_MODE)
             gradient, place, reason = gradient_of(parameter)
             if gradient is None:
                 self._keeper.blind(hook.layer, "wgrad", reason)
-                return
-            if not self._keeper.wants(hook.layer, "wgrad", Phase.TRAIN, Stage.BACKWARD):
                 return
             with quiet():
                 self._keeper.keep(

@@ -13,10 +13,13 @@ from torch import nn
 
 from flightrec.records import Phase, Stage
 from flightrec.sources.observe import is_lazy
-from flightrec.sources.sink import Sink
+from flightrec.sources.sink import Sightings, Sink
 
 _PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL)
 _GRADIENT_PHASE = Phase.TRAIN  # a backward pass belongs to training, whichever forward it goes through
+
+
+_NOTHING = Sightings(())
 
 
 @dataclass
@@ -31,6 +34,8 @@ class LayerPlan:
         weight: whether its weight is recorded as an operand.
         gradient: whether the gradient of its result is recorded.
         dgrad: whether the gradient of its arguments is recorded.
+        on_entry: all that is recorded, or hooked, when it is entered.
+        on_return: the same when it returns.
         reentrant: its latest training forward ran with gradients off, so that its gradients come from the recompute.
         was_captured: a CUDA graph captured its forward while it was watched.
         weight_iteration: the iteration in which its weight was recorded last.
@@ -43,6 +48,8 @@ class LayerPlan:
     weight: bool = False
     gradient: bool = False
     dgrad: bool = False
+    on_entry: Sightings = _NOTHING
+    on_return: Sightings = _NOTHING
     reentrant: bool = False
     was_captured: bool = False
     weight_iteration: int = -1
@@ -100,7 +107,21 @@ def _plan(layer: str, module: nn.Module, sink: Sink, skip: frozenset[str], owner
     plan.gradient = _GRADIENT_PHASE in phases("gradient")
     if product and Phase.TRAIN in phases("weight"):
         plan.weight = _owns_weight(layer, module, sink, owners)
+    _tell_sightings(plan)
     return plan
+
+
+def _tell_sightings(plan: LayerPlan) -> None:
+    layer = plan.layer
+    entry = [(layer, name, phase, Stage.FORWARD) for phase, name in plan.entering.items()]
+    if plan.dgrad:
+        entry.append((layer, "dgrad", _GRADIENT_PHASE, Stage.BACKWARD))
+    if plan.weight:
+        entry.append((layer, "weight", Phase.TRAIN, Stage.FORWARD))
+    back = [(layer, "output", phase, Stage.FORWARD) for phase in _PHASES if phase in plan.output]
+    if plan.gradient:
+        back.append((layer, "gradient", _GRADIENT_PHASE, Stage.BACKWARD))
+    plan.on_entry, plan.on_return = Sightings(entry), Sightings(back)
 
 
 def _owns_weight(layer: str, module: nn.Module, sink: Sink, owners: Mapping[int, str]) -> bool:

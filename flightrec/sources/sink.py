@@ -6,6 +6,7 @@ the training thread and from autograd's threads, on whatever CUDA stream is curr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol
 
@@ -14,6 +15,25 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from flightrec.records import Phase, Stage
+
+
+class Sightings:
+    """What a layer may show in one place, of which is asked as a whole whether any is wanted now.
+
+    Args:
+        of: (layer, tensor, phase, stage) of each.
+
+    Attributes:
+        layers: those among them.
+        known: where a sink notes its answer, and what that holds for.
+    """
+
+    __slots__ = ("known", "layers", "of")
+
+    def __init__(self, of: Iterable[tuple[str, str, Phase, Stage]]) -> None:
+        self.of = tuple(of)
+        self.layers = tuple(dict.fromkeys(layer for layer, *_ in self.of))
+        self.known: tuple[object, int, bool] = (None, 0, False)
 
 
 class Sink(Protocol):
@@ -35,6 +55,12 @@ class Sink(Protocol):
         While a CUDA graph is captured it is wanted whoever's turn it is: replays take turns of their own.
         Cheap, and without an effect; sources ask before they look at a tensor. The answer holds for the iteration. What
         is left out so is known to whoever leaves it out: nothing needs to be told.
+        """
+
+    def wants_any(self, sightings: Sightings) -> bool:
+        """Say whether ``wants`` says yes to any of them; after the first time in an iteration by a look at one attribute.
+
+        A layer that is not in its turn asks this once and nothing else.
         """
 
     def capture(
@@ -116,7 +142,7 @@ class quiet:  # noqa: N801  used like a function: ``with quiet():``
         self._gradients = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
         self._autocast: tuple[str, ...] = ()
-        if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        if _is_any_autocast_enabled():
             self._autocast = tuple(kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind))
             for kind in self._autocast:
                 torch.set_autocast_enabled(kind, False)
@@ -129,6 +155,13 @@ class quiet:  # noqa: N801  used like a function: ``with quiet():``
         if self._rare is not None:
             self._rare.close()
         self._functions.__exit__(None, None, None)
+
+
+def _autocasts_somewhere() -> bool:
+    return torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
+
+
+_is_any_autocast_enabled: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", _autocasts_somewhere)
 
 
 def _enter_rare() -> ExitStack:

@@ -133,7 +133,8 @@ class Stamps:
     @property
     def is_captured(self) -> bool:
         """Whether the latest module that was entered on this thread, and still runs, is being captured."""
-        return 0 <= getattr(self._local, "captured_from", -1) < len(self._frames())
+        begins = getattr(self._local, "captured_from", -1)
+        return begins >= 0 and begins < len(self._frames())
 
     def _note_capture(self, depth: int) -> bool:
         """Note where in the stack of this thread's frames a capture began; says whether there is one."""
@@ -233,14 +234,14 @@ _complained = False
 _log = logging.getLogger("flightrec")
 
 
+_num_modes, _get_tracing = torch._C._len_torch_dispatch_stack, torch._C._get_tracing_state
+_get_transform = torch._C._functorch.peek_interpreter_stack
+
+
 def _is_in_tracing_mode() -> bool:
     mode, keys = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey
     return mode(keys.FAKE) is not None or mode(keys.PROXY) is not None or mode(keys.FUNCTIONAL) is not None
 
 
 def _is_traced() -> bool:
-    return (
-        (torch._C._len_torch_dispatch_stack() > 0 and _is_in_tracing_mode())
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._get_tracing_state() is not None
-    )
+    return (_num_modes() > 0 and _is_in_tracing_mode()) or _get_transform() is not None or _get_tracing() is not None

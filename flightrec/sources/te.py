@@ -14,7 +14,7 @@ training thread and on autograd's threads; holds operands only while the product
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -25,18 +25,21 @@ from flightrec.sources import te_patch
 from flightrec.sources.base import Keeper
 from flightrec.sources.extract_te import QuantizerState
 from flightrec.sources.observe import observe
-from flightrec.sources.sink import Sink, quiet
+from flightrec.sources.sink import Sightings, Sink
 from flightrec.sources.stamps import Stamp, Stamps
+from flightrec.sources.te_block_template import BlockTemplate
 from flightrec.sources.te_classes import is_storage
 from flightrec.sources.te_layers import Kind, TeLayer, find_layers, unseen_parts
 from flightrec.sources.te_parts import parts_of
 from flightrec.sources.te_products import rows_of
 from flightrec.sources.te_run import Listener, Run
 from flightrec.sources.te_state import has_columnwise, state_of
-from flightrec.sources.te_template import Template
+from flightrec.sources.te_template import ModuleLook, Template
 from flightrec.sources.warmup import is_capturing
 
 _PHASES = (Phase.TRAIN, Phase.RECOMPUTE, Phase.EVAL)
+_FORWARD_TENSORS = ("activation", "weight", "output")
+_BACKWARD_TENSORS = ("activation", "weight", "gradient", "wgrad", "dgrad")
 _PRODUCT_TENSORS = ("activation", "weight", "gradient", "output", "wgrad", "dgrad")
 _NO_PARTNER = "not there: quantized inside another kernel, before this pass, or freed before the product"
 
@@ -77,10 +80,12 @@ class TeSource:
             for phase in _PHASES
             if sink.selects(name, tensor, phase) is not None
         }
+        self._forwards, self._backwards = self._sightings()
         self._owned = self._weight_owners()
         self._weights: dict[tuple[str, Stage], int] = {}  # iteration of the last record
         self._rowwise_only: set[str] = set()
-        self._templates: dict[tuple[str, str, str, Phase, Stage], Template] = {}
+        self._templates: dict[tuple[str, str, str, Phase, Stage], Template | BlockTemplate] = {}
+        self._looks: dict[str, ModuleLook] = {}
         self._unseen = unseen_parts(model) if self._layers else {}
 
     @property
@@ -102,6 +107,7 @@ class TeSource:
             self._attached = self._keeper.armed = False
             te_patch.unregister(self)
             self._templates.clear()
+            self._looks.clear()
 
     def after_step(self) -> None:
         """Begin the next iteration."""
@@ -149,6 +155,17 @@ class TeSource:
             return None
         return Listener(self, entered, layer), True
 
+    def is_awake(self, listener: Listener, *, backward: bool) -> bool:
+        """Whether anything of a pass through a layer is wanted in this iteration. Never raises an ``Exception``."""
+        name = listener.layer.layer
+        try:
+            return self._keeper.wants_any(
+                self._backwards[name] if backward else self._forwards[listener[1].phase][name]
+            )
+        except Exception as error:
+            self._keeper.fail(name, error)
+            return False
+
     def leave_operation(self, listener: Listener) -> None:
         """The operation returned, or raised."""
         self.stamps.leave(listener.layer.layer)
@@ -185,24 +202,23 @@ class TeSource:
         self, listener: Listener, run: Run, index: int, tensor: str, operand: Any, phase: Phase, stage: Stage,
         part: str = "",
     ) -> None:  # fmt: skip
-        """A product reads or made a tensor. Never raises an ``Exception``."""
+        """A product reads or made a tensor; call it inside ``quiet``. Never raises an ``Exception``."""
         name = listener.layer.products[index]
         if (name, tensor, phase) not in self._wanted or not self._keeper.works(name):
             return
         try:
             if not self._keeper.wants(name, tensor, phase, stage):
                 return
-            with quiet():
-                if not is_storage(operand):
-                    self._plain(name, tensor, operand, listener.stamp, phase, stage, part)
-                else:
-                    is_gathered = tensor in listener.layer.gathered[index]
-                    self._quantized(listener, run, name, tensor, operand, phase, stage, part, is_gathered)
+            if not is_storage(operand):
+                self._plain(name, tensor, operand, listener.stamp, phase, stage, part)
+            else:
+                is_gathered = tensor in listener.layer.gathered[index]
+                self._quantized(listener, run, name, tensor, operand, phase, stage, part, is_gathered)
         except Exception as error:
             self._keeper.fail(name, error)
 
     def buffer(self, listener: Listener, tensor: str, operand: Any, phase: Phase, stage: Stage, part: str) -> None:
-        """A product reads or made one buffer for all experts of a layer. Never raises an ``Exception``."""
+        """A product reads or made one buffer for all experts of a layer; inside ``quiet``. Raises no ``Exception``."""
         name = listener.layer.all_experts
         if (name, tensor, phase) not in self._wanted or not self._keeper.works(name):
             return
@@ -211,18 +227,17 @@ class TeSource:
         try:
             if not self._keeper.wants(name, tensor, phase, stage):
                 return
-            with quiet():
-                plain, splits = rows_of(operand)
-                parts = None
-                if plain is None:
-                    parts, reason = parts_of(operand, QuantizerState())
-                    if parts is None:
-                        self._keeper.blind(name, tensor, reason)
-                        return
-                self._keeper.sink.capture(
-                    name, tensor, part=part, microbatch=listener.stamp.microbatch, phase=phase,
-                    call=listener.stamp.call, stage=stage, high_precision=plain, quantized=parts, splits=splits,
-                )  # fmt: skip
+            plain, splits = rows_of(operand)
+            parts = None
+            if plain is None:
+                parts, reason = parts_of(operand, QuantizerState())
+                if parts is None:
+                    self._keeper.blind(name, tensor, reason)
+                    return
+            self._keeper.sink.capture(
+                name, tensor, part=part, microbatch=listener.stamp.microbatch, phase=phase,
+                call=listener.stamp.call, stage=stage, high_precision=plain, quantized=parts, splits=splits,
+            )  # fmt: skip
         except Exception as error:
             self._keeper.fail(name, error)
 
@@ -261,7 +276,7 @@ class TeSource:
         part: str, is_gathered: bool,
     ) -> None:  # fmt: skip
         is_current = run.was_quantized_here(operand) or ((tensor, stage) in _MADE_IN_THEIR_PASS and not run.is_delayed)
-        module = listener.layer.module
+        layer, module = listener.layer.layer, listener.layer.module
         partner = run.partner(operand)
         plain = None
         if partner is not None:
@@ -271,14 +286,18 @@ class TeSource:
         facts = _FACTS[plain is None, is_gathered]
         place = (name, tensor, part, phase, stage)
         template = self._templates.get(place)
-        parts = None if template is None else template.parts(operand, module, is_current, facts)
+        look = run.looks.get(layer)
+        if look is None:
+            look = self._looks[layer] = run.looks[layer] = ModuleLook.of(module, self._looks.get(layer))
+        parts = None if template is None else template.parts(operand, look, is_current, facts)
         if parts is None:
             state = state_of(module, operand, at_quantizing=is_current)
             parts, reason = parts_of(operand, state, facts)
             if parts is None:
                 self._keeper.blind(name, tensor, reason)
                 return
-            template = Template.of(operand, module, parts, state, is_current, facts)
+            template = Template.of(operand, look, parts, state, is_current, facts)
+            template = template or BlockTemplate.of(operand, look, parts, state, facts)
             if template is not None:
                 self._templates[place] = template
         self._keeper.sink.capture(
@@ -292,6 +311,29 @@ class TeSource:
             high_precision=plain,
             quantized=parts,
         )
+
+    def _sightings(self) -> tuple[dict[Phase, dict[str, Sightings]], dict[str, Sightings]]:
+        """What a forward of each phase through each layer may show, and what a backward pass may."""
+        forwards: dict[Phase, dict[str, Sightings]] = {phase: {} for phase in _PHASES}
+        backwards: dict[str, Sightings] = {}
+        for layer in self._layers.values():
+            names = dict.fromkeys((*layer.products, layer.all_experts))
+            for phase, known in forwards.items():
+                known[layer.layer] = Sightings(self._wanted_of(names, _FORWARD_TENSORS, phase, Stage.FORWARD))
+            again = forwards[Phase.RECOMPUTE][layer.layer].of  # a backward pass may run a product of the forward again
+            of_backward = self._wanted_of(names, _BACKWARD_TENSORS, Phase.TRAIN, Stage.BACKWARD)
+            backwards[layer.layer] = Sightings((*again, *of_backward))
+        return forwards, backwards
+
+    def _wanted_of(
+        self, names: Iterable[str], tensors: Iterable[str], phase: Phase, stage: Stage
+    ) -> list[tuple[str, str, Phase, Stage]]:
+        return [
+            (name, tensor, phase, stage)
+            for name in names
+            for tensor in tensors
+            if (name, tensor, phase) in self._wanted
+        ]
 
     def _weight_owners(self) -> set[str]:
         """Products whose weight is selected, each weight's first."""

@@ -29,15 +29,11 @@ class Kind(enum.Enum):
     OP_LINEAR = "ops.basic.basic_linear.BasicLinear"
     OP_GROUPED = "ops.basic.grouped_linear.GroupedLinear"
 
-    @property
-    def is_grouped(self) -> bool:
+    def __init__(self, path: str) -> None:
+        self.is_grouped = path.endswith(".GroupedLinear")
         """Whether one call multiplies for several experts."""
-        return self in (Kind.GROUPED, Kind.OP_GROUPED)
-
-    @property
-    def is_op(self) -> bool:
+        self.is_op = path.startswith("ops.")
         """Whether the fuser runs it, without the module's hooks."""
-        return self in (Kind.OP_LINEAR, Kind.OP_GROUPED)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ _REDUCED = "the kernel reduces it over the ranks while it multiplies (Userbuffer
 _ACTIVATED = "the kernel applies the activation's derivative too: what it returns is the gradient before the activation"
 
 
+_MADE = {"forward": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
+"""What a product of a direction makes."""
+
+
 @dataclass(slots=True)
 class Call:
     """A product that runs now.
@@ -131,7 +135,7 @@ def result(
         offset: the expert.
     """
     index = call.index + offset
-    tensor = {"forward": "output", "dgrad": "dgrad", "wgrad": "wgrad"}[call.direction]
+    tensor = _MADE[call.direction]
     reason = _ROW_SCALED if run.replaced else _REDUCED if is_reduced else ""
     if has_activation and call.direction == "forward":
         out = pre_activation
@@ -180,7 +184,7 @@ def grouped_result(run: Run, call: Call, out: Any, *, accumulates: bool) -> None
         for i, item in enumerate(out):
             result(run, call, item, accumulates=accumulates, offset=i)
         return
-    tensor = {"forward": "output", "dgrad": "dgrad", "wgrad": "wgrad"}[call.direction]
+    tensor = _MADE[call.direction]
     _buffer(run, tensor, out, RUNNING_SUM if tensor == "wgrad" and accumulates else "")
 
 

@@ -17,12 +17,13 @@ import torch
 
 from flightrec.records import Phase
 from flightrec.sources.stamps import Stamp
-from flightrec.sources.te_classes import is_storage
+from flightrec.sources.te_classes import is_storage, te_classes
 from flightrec.sources.te_layers import Kind, TeLayer
 
 if TYPE_CHECKING:
     from flightrec.sources.te import TeSource
 
+_HYBRID = "HybridQuantizedTensorStorage"
 _local = threading.local()
 
 
@@ -42,7 +43,7 @@ class Read(NamedTuple):
     rows: tuple[int, int] | None
 
 
-@dataclass
+@dataclass(slots=True)
 class Shared:
     """What a layer's forward and its backward passes know together.
 
@@ -62,10 +63,15 @@ class Run:
 
     Args:
         kind: of the layer; None for one that is nobody's.
-        listeners: whose layer it is; nobody's if empty.
+        everyone: whose layer it is; nobody's if empty.
         backward: whether this is a backward pass.
         shared: of the forward, for a backward pass.
         product: the only product that this run can hold, or None.
+
+    Attributes:
+        looks: what sources saw of the layer's module in this run, by its name.
+        listeners: those of everyone whose source wants anything of this run. Whose turn it is may have changed since
+            the forward, so that each run asks for itself.
     """
 
     __slots__ = (
@@ -74,8 +80,10 @@ class Run:
         "_product",
         "_reads",
         "backward",
+        "everyone",
         "kind",
         "listeners",
+        "looks",
         "replaced",
         "shared",
     )
@@ -83,17 +91,22 @@ class Run:
     def __init__(
         self,
         kind: Kind | None,
-        listeners: tuple[Listener, ...],
+        everyone: tuple[Listener, ...],
         *,
         backward: bool = False,
         shared: Shared | None = None,
         product: int | None = None,
     ) -> None:
         self.kind = kind
-        self.listeners = listeners
+        self.everyone = everyone
+        self.listeners = everyone
+        for listener in everyone:
+            if not listener.source.is_awake(listener, backward=backward):
+                self.listeners = tuple(other for other in self.listeners if other is not listener)
         self.backward = backward
         self.shared = shared if shared is not None else Shared()
         self.replaced: dict[int, Any] = {}
+        self.looks: dict[str, Any] = {}
         self._product = product
         self._num_forward = 0
         self._num_grad = 0
@@ -103,11 +116,11 @@ class Run:
         """The run of a backward pass through this forward."""
         self.shared.gradients.clear()
         self.shared.rowwise_only.clear()
-        return Run(self.kind, self.listeners, backward=True, shared=self.shared)
+        return Run(self.kind, self.everyone, backward=True, shared=self.shared)
 
     def delayed(self, product: int) -> Run:
         """The run of a product that is computed after this backward pass."""
-        return Run(self.kind, self.listeners, backward=True, shared=self.shared, product=product)
+        return Run(self.kind, self.everyone, backward=True, shared=self.shared, product=product)
 
     @property
     def is_delayed(self) -> bool:
@@ -157,10 +170,11 @@ class Run:
         except TypeError:  # an object that has no place for weak references
             return
         self._reads[id(made)] = read
-        for name in ("_rowwise_storage", "_columnwise_storage"):
-            inner = getattr(made, name, None)
-            if inner is not None:
-                self._reads[id(inner)] = Read(weakref.ref(inner), read.source, rows)
+        if _HYBRID in te_classes(type(made)):  # asking a tensor for an attribute that it has not is slow
+            for name in ("_rowwise_storage", "_columnwise_storage"):
+                inner = getattr(made, name, None)
+                if inner is not None:
+                    self._reads[id(inner)] = Read(weakref.ref(inner), read.source, rows)
 
     def was_quantized_here(self, operand: Any) -> bool:
         """Say whether a quantizer made this operand within this run."""
@@ -181,6 +195,7 @@ class Run:
         """The function returned: nothing of its tensors is of use any more."""
         self._reads.clear()
         self.replaced.clear()
+        self.looks.clear()
 
 
 NOBODY = Run(None, ())

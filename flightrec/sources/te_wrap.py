@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from flightrec.sources import te_products
+from flightrec.sources.sink import quiet
 from flightrec.sources.stamps import must_not_record
 from flightrec.sources.te_layers import Kind
 from flightrec.sources.te_run import NOBODY, Listener, Run, current_run, swap_run
@@ -67,6 +68,27 @@ def _wrapper(function: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
     return make
 
 
+def _inner_wrapper(function: Callable[..., Any]) -> Callable[..., Callable[..., Any]]:
+    """As ``_wrapper``, of what runs inside a layer: at once the original where nobody wants anything of the run."""
+
+    @functools.wraps(function)
+    def make(original: Callable[..., Any], *more: Any, **named: Any) -> Callable[..., Any]:
+        installation = _current
+
+        @functools.wraps(original)
+        def stand_in(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            run = current_run()
+            if (run is not None and not run.listeners) or must_not_record() or not installation.sources:
+                return original(*args, **kwargs)
+            return function(original, args, kwargs, *more, **named)
+
+        return stand_in
+
+    return make
+
+
 class _contained:  # noqa: N801  used like a function
     """Context that takes an ``Exception`` of ours and switches the layer off for all who listen."""
 
@@ -81,13 +103,17 @@ class _contained:  # noqa: N801  used like a function
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if not isinstance(error, Exception):
             return False
-        if self._run is None or not self._run.listeners:
-            for source in tuple(_current.sources or ()):
-                source.failed("", error)
-        else:
-            for source, _, layer in self._run.listeners:
-                source.failed(layer.layer, error)
+        _failed(self._run, error)
         return True
+
+
+def _failed(run: Run | None, error: Exception) -> None:
+    if run is None or not run.everyone:
+        for source in tuple(_current.sources or ()):
+            source.failed("", error)
+    else:
+        for source, _, layer in run.everyone:
+            source.failed(layer.layer, error)
 
 
 class _inside:  # noqa: N801  used like a function
@@ -143,9 +169,9 @@ def backward(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _in_backward(original: Callable[..., Any], args: Any, kwargs: Any, of_forward: Run) -> Any:
     run = NOBODY
     with _contained(of_forward):
-        if of_forward.listeners:
+        if of_forward.everyone:
             run = of_forward.begin_backward()
-            for source, stamp, _ in run.listeners:
+            for source, stamp, _ in run.everyone:
                 source.backward_begins(stamp)
     with _inside(run):
         return original(*args, **kwargs)
@@ -155,21 +181,21 @@ def _in_backward(original: Callable[..., Any], args: Any, kwargs: Any, of_forwar
 def put_off(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``WeightGradStore.put``: the function that computes the weight gradient later takes its run along."""
     run = current_run()
-    if run is None or not run.listeners or len(args) != 3:
+    if run is None or not run.everyone or len(args) != 3:
         return original(*args, **kwargs)
     later = args[2]
     with _contained(run):
-        later = _later(args[2], run.delayed(run.wgrad_product()))
+        later = _later(args[2], run, run.wgrad_product())
     return original(args[0], args[1], later, **kwargs)
 
 
-def _later(function: Callable[..., Any], run: Run) -> Callable[..., Any]:
+def _later(function: Callable[..., Any], run: Run, product: int) -> Callable[..., Any]:
     installation = _current
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         if must_not_record() or not installation.sources:
             return function(*args, **kwargs)
-        with _inside(run):
+        with _inside(run.delayed(product)):
             return function(*args, **kwargs)
 
     return compute
@@ -245,7 +271,7 @@ def _run_of_product() -> Run | None:
     return run if run.listeners else None
 
 
-@_wrapper
+@_inner_wrapper
 def product(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``tex.generic_gemm(A, transa, B, transb, out, ..., gelu [9], ..., accumulate [14], ...)``."""
     run = _run_of_product()
@@ -254,29 +280,35 @@ def product(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     call = None
     overlap = _overlap(kwargs)
     gathers = overlap == "AG"
-    with _contained(run):
-        call = None if run.kind.is_grouped else te_products.begin(run, args[1], args[3])
-        if call is None:
-            _tell(run, "products", "the kernel was called in a way that is not known")
-        else:
-            te_products.operands(run, call, args[0], args[2], only="a" if gathers else "")
+    try:  # no context objects of ours: this is the way of most records
+        with quiet():
+            call = None if run.kind.is_grouped else te_products.begin(run, args[1], args[3])
+            if call is None:
+                _tell(run, "products", "the kernel was called in a way that is not known")
+            else:
+                te_products.operands(run, call, args[0], args[2], only="a" if gathers else "")
+    except Exception as error:
+        _failed(run, error)
     result = original(*args, **kwargs)
     if call is not None:
-        with _contained(run):
-            if gathers and _keeps_nothing(kwargs["comm_overlap"]):
-                te_products.not_read(run, call, _GATHERED_INSIDE)
-            elif gathers:  # complete only now: the kernel gathered it piece by piece
-                te_products.operands(run, call, args[0], args[2], only="b")
-            te_products.result(
-                run,
-                call,
-                result[0],
-                pre_activation=result[2],
-                has_activation=bool(args[9]),
-                accumulates=bool(args[14]),
-                is_reduced=overlap == "RS",
-            )
-            run.replaced.clear()
+        try:
+            with quiet():
+                if gathers and _keeps_nothing(kwargs["comm_overlap"]):
+                    te_products.not_read(run, call, _GATHERED_INSIDE)
+                elif gathers:  # complete only now: the kernel gathered it piece by piece
+                    te_products.operands(run, call, args[0], args[2], only="b")
+                te_products.result(
+                    run,
+                    call,
+                    result[0],
+                    pre_activation=result[2],
+                    has_activation=bool(args[9]),
+                    accumulates=bool(args[14]),
+                    is_reduced=overlap == "RS",
+                )
+                run.replaced.clear()
+        except Exception as error:
+            _failed(run, error)
     return result
 
 
@@ -294,14 +326,14 @@ def _overlap(kwargs: dict[str, Any]) -> str:
     return str(getattr(kind, "name", kind))
 
 
-@_wrapper
+@_inner_wrapper
 def custom_gemm(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``custom_gemm(A, B, ..., accumulate [7], layout [8], ...)``, for quantizers that multiply in Python."""
     run = _run_of_product()
     if run is None or run.kind is None or len(args) < 9:
         return original(*args, **kwargs)
     call = None
-    with _contained(run):
+    with _contained(run), quiet():
         layout = args[8]
         call = None if run.kind.is_grouped else te_products.begin(run, layout[0] == "T", layout[1] == "T")
         if call is None:
@@ -310,12 +342,12 @@ def custom_gemm(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             te_products.operands(run, call, args[0], args[1])
     result = original(*args, **kwargs)
     if call is not None:
-        with _contained(run):
+        with _contained(run), quiet():
             te_products.result(run, call, result[0], accumulates=bool(args[7]))
     return result
 
 
-@_wrapper
+@_inner_wrapper
 def row_scaled(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``_nvfp4_row_scaled_gemm_inputs(A, B, ...)``: aliases without the rows' own scales; we want the originals."""
     result = original(*args, **kwargs)
@@ -326,14 +358,14 @@ def row_scaled(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return result
 
 
-@_wrapper
+@_inner_wrapper
 def grouped_product(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``tex.te_general_grouped_gemm(A, transa, B, transb, out, out_dtype, m_splits, ..., accumulate [14], ...)``."""
     run = _run_of_product()
     if run is None:
         return original(*args, **kwargs)
     call = None
-    with _contained(run):
+    with _contained(run), quiet():
         call = te_products.begin(run, args[1], args[3])
         if call is None:
             _tell(run, "products", "the kernel was called in a way that is not known")
@@ -342,27 +374,27 @@ def grouped_product(original: Callable[..., Any], args: Any, kwargs: Any) -> Any
                 te_products.operands(run, call, a, b, offset=i)
     result = original(*args, **kwargs)
     if call is not None:
-        with _contained(run):
+        with _contained(run), quiet():
             made = te_products.outputs(args[4], args[6] if args[9] else None)
             for i, out in enumerate(made):
                 te_products.result(run, call, out, accumulates=bool(args[14]), offset=i)
     return result
 
 
-@_wrapper
+@_inner_wrapper
 def grouped_buffer_product(original: Callable[..., Any], args: Any, kwargs: Any, gemm: Any) -> Any:
     """``tex.te_general_grouped_gemm_for_*(A, transa, B, transb, out, bias, bias_scale, alpha, beta, ...)``."""
     run = _run_of_product()
     if run is None:
         return original(*args, **kwargs)
     call = None
-    with _contained(run):
+    with _contained(run), quiet():
         call = te_products.begin(run, args[1], args[3])
         if call is not None:
             te_products.grouped(run, call, args[0], args[2])
     result = original(*args, **kwargs)
     if call is not None:
-        with _contained(run):
+        with _contained(run), quiet():
             beta = args[8]
             zeros = gemm._get_fp32_zeros_tensor(beta.numel(), beta.device)  # cached: the one that was passed, or not
             te_products.grouped_result(run, call, args[4], accumulates=beta is not zeros)
@@ -377,7 +409,7 @@ def _tell(run: Run, what: str, reason: str) -> None:
 # -- what the quantizers read
 
 
-@_wrapper
+@_inner_wrapper
 def quantized(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``Quantizer.quantize(self, tensor, ...)``."""
     result = original(*args, **kwargs)
@@ -388,7 +420,7 @@ def quantized(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return result
 
 
-@_wrapper
+@_inner_wrapper
 def updated(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``Quantizer.update_quantized(self, src, dst, ...)``: a cached weight is quantized again, maybe (noop_flag)."""
     result = original(*args, **kwargs)
@@ -399,7 +431,7 @@ def updated(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return result
 
 
-@_wrapper
+@_inner_wrapper
 def gradient_quantized(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``grad_output_preprocess(ctx, grad_output, ...)``: (quantized gradient, bias gradient)."""
     result = original(*args, **kwargs)
@@ -410,7 +442,7 @@ def gradient_quantized(original: Callable[..., Any], args: Any, kwargs: Any) -> 
     return result
 
 
-@_wrapper
+@_inner_wrapper
 def split_quantized(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``_split_quantize(tensor, split_sizes, quantizers, activation_dtype, ...)``: (parts, bias gradients)."""
     result = original(*args, **kwargs)
@@ -421,7 +453,7 @@ def split_quantized(original: Callable[..., Any], args: Any, kwargs: Any) -> Any
     return result
 
 
-@_wrapper
+@_inner_wrapper
 def split_kernel(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``tex.split_quantize(tensor, split_sizes, ...)``: parts."""
     result = original(*args, **kwargs)
