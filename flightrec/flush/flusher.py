@@ -281,8 +281,9 @@ class Flusher:
         kept = None if self._tier is None or is_safe else self._tier.get(tick)
         info = self._log.get(tick) if kept is None else kept.info
         if info is None:  # before the first iteration, or forgotten
-            if lost:
-                incident.blind.append((-1, -1, "", "", f"an iteration of the incident: {lost}"))
+            row: messages.Blind = (-1, -1, "", "", f"iterations of the incident: {lost}")
+            if lost and row not in incident.blind:
+                incident.blind.append(row)
             return
         self._send_iteration(incident, info, self._view_of(tick), kept)
         if info.left_out:
