@@ -110,8 +110,8 @@ class Capture:
         if self.off or (self._has_no_every and rotation.records_all):
             return not self.off
         selection = self._config.selects(layer, tensor, phase, stage)
-        return selection is not None and not rotation.skips(
-            layer, tensor, selection.every, self.iteration, rotates=True
+        return selection is not None and (
+            not rotation.skips(layer, tensor, selection.every, self.iteration, rotates=True) or self._is_capturing()
         )
 
     def capture(
@@ -148,11 +148,12 @@ class Capture:
             selection, rotation = site.selection, self.rotation
             if selection is None:
                 return
-            if not (site.every == 1 and rotation.records_all) and rotation.skips(
+            is_in = (site.every == 1 and rotation.records_all) or not rotation.skips(
                 layer, tensor, site.every, self.iteration, rotates=rotates
-            ):
-                return
+            )
             captured = engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if not (is_in or captured):
+                return
             begun = None if captured else rotation.costs.begin()
             parts: QuantizedParts | None = None
             if columnwise is None and type(quantized) is QuantizedParts:
@@ -170,9 +171,8 @@ class Capture:
             if keep is None:
                 keep = selection.keep
             if captured:
-                record_captured(
-                    engine, site.key, high_precision, parts, valid_rows, splits, keep, self.blind, rotation.note
-                )
+                turn = rotation.turn_of(layer, tensor, site.every, is_in=is_in, rotates=rotates)
+                record_captured(engine, site.key, high_precision, parts, valid_rows, splits, keep, self.blind, turn)
                 return
             counts = None if splits is None else splits_on(engine.device, splits, high_precision, parts)
             layout = engine.record(
@@ -207,6 +207,11 @@ class Capture:
         if len(self._sites) < MAX_KEYS:
             self._sites[key.layer, key.tensor, key.part, key.microbatch, key.phase, key.call, key.stage] = site
         return site
+
+    def _is_capturing(self) -> bool:
+        """Whether the current stream captures a CUDA graph: what is recorded now takes its turns in the replays."""
+        engine = self.engine
+        return engine is not None and engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def blind(self, layer: str, tensor: str, reason: str) -> None:
         """Note that a selected tensor is not recorded, and why; logged once, told in every incident."""
@@ -268,6 +273,9 @@ class Capture:
         """Begin the next iteration; ``judging_s`` is what judging the last one took on the host."""
         with self.guard("the budget"):
             self.rotation.end_iteration(None if self.engine is None else self.engine.ring, judging_s)
+        if self.engine is not None:
+            with self.guard("turns of captured CUDA graphs"):
+                self.rotation.choose_replayed(self.engine.ring, next_iteration)
         self.iteration = next_iteration
         self._microbatch = NO_MICROBATCH
         self.num_microbatches = 0

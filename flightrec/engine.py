@@ -305,6 +305,8 @@ class Engine:
     def _see_replays(self, info: TickInfo) -> None:
         replayed = self.ring.take_replays(info.tick)
         info.num_microbatches = max(info.num_microbatches, replayed.num_microbatches)
+        if replayed.advice:
+            logger.info("flightrec: %s", replayed.advice)
         for layer, reason in replayed.dropped:
             self.flusher.note_blind(layer, "", reason)
             logger.warning("flightrec: %r: %s", layer, reason)

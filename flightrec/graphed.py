@@ -14,11 +14,7 @@ import torch
 from flightrec.engine import Engine
 from flightrec.records import Key
 from flightrec.ring.layout import QuantizedParts
-
-NOT_IN_TURN = (
-    "a CUDA graph was captured in an iteration in which not all layers had their turn ({note}); its replays record the "
-    "same ones again. Capture it before the first iteration ends, or set budget: none"
-)
+from flightrec.ring.turns import Turn
 
 
 def record_captured(
@@ -30,7 +26,7 @@ def record_captured(
     splits: torch.Tensor | Sequence[int] | None,
     keep: frozenset[str],
     blind: Callable[[str, str, str], None],
-    note: str,
+    turn: Turn,
 ) -> None:
     """Record into the graph, or say why not.
 
@@ -43,7 +39,7 @@ def record_captured(
         splits: rows of each expert; on the device.
         keep: which bytes.
         blind: told the layer, the tensor and the reason of what is not recorded.
-        note: why the current iteration is not recorded whole, or empty.
+        turn: what it takes turns with, in the replays.
     """
     counts = None
     if splits is not None:
@@ -54,12 +50,11 @@ def record_captured(
     if isinstance(valid_rows, torch.Tensor) and valid_rows.device != engine.device:
         valid_rows = int(valid_rows) if valid_rows.device.type == "cpu" else None
     reason = engine.ring.record_captured(
-        key, high_precision=high_precision, quantized=parts, keep=keep, valid_rows=valid_rows, splits=counts
-    )
+        key, high_precision=high_precision, quantized=parts, keep=keep, valid_rows=valid_rows, splits=counts,
+        turn=turn,
+    )  # fmt: skip
     if reason:
         blind(key.layer, key.tensor, reason)
-    if note:
-        blind("*", "", NOT_IN_TURN.format(note=note))
     if counts is not None:
         part = ".".join(filter(None, (key.tensor, key.part, "splits")))
-        engine.ring.record_captured(replace(key, tensor="metric", part=part), high_precision=counts)
+        engine.ring.record_captured(replace(key, tensor="metric", part=part), high_precision=counts, turn=turn)

@@ -29,6 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from flightrec.flush.verdicts import VerdictQueue
+from flightrec.kernels.driver import own_stream
 from flightrec.ring.ring import Ring
 from flightrec.rules.evaluate import Evaluator
 from flightrec.rules.replay import Replay
@@ -45,8 +46,7 @@ NUM_BRANCHES = 16
 """Rules that are judged at the same time."""
 
 PRIORITY = -2
-"""Of the streams: above the training's, so that small kernels get the next gap. Streams come out of a pool of 32 a
-priority, shared by the process; nobody else is seen to use those of this one, which must not be used while captured."""
+"""Of the streams: above the training's, so that small kernels get the next gap."""
 
 
 class Beside:
@@ -54,11 +54,11 @@ class Beside:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self.stream = torch.cuda.Stream(device, priority=PRIORITY) if device.type == "cuda" else None
+        self.stream = own_stream(device, "judging", PRIORITY) if device.type == "cuda" else None
         self.branches: list[torch.cuda.Stream] = []
         """For the captures of rules that do not wait for each other; only ever captured."""
         if self.stream is not None:
-            self.branches = [torch.cuda.Stream(device, priority=PRIORITY) for _ in range(NUM_BRANCHES)]
+            self.branches = [own_stream(device, f"judging {n}", PRIORITY) for n in range(NUM_BRANCHES)]
         self._begun = torch.cuda.Event() if self.stream is not None else None
         self._ended = torch.cuda.Event() if self.stream is not None else None
 

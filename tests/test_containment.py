@@ -27,6 +27,7 @@ from models import RECORD_ALL, loss_of
 import flightrec
 from flightrec.capture import MAX_DEAD_PARTS
 from flightrec.sources import stamps, torchao_patch
+from flightrec.sources.plain import forget_plain
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -212,6 +213,7 @@ def calls() -> dict[str, int]:
     """How often each function is called in a healthy run."""
     with tempfile.TemporaryDirectory() as directory, installed():
         injection.target = ""
+        forget()
         train(Path(directory))
         return dict(injection.counts)
 
@@ -276,6 +278,7 @@ def forget() -> None:
         for value in list(vars(module).values()):
             if hasattr(value, "cache_clear"):
                 value.cache_clear()
+    forget_plain()
     stamps._complained = False
 
 

@@ -534,3 +534,141 @@ def test_te_graphs_in_1f1b_order(te, tmp_path):
     (incident,) = incidents(tmp_path / "graphed")
     assert_same_products(incident, te_eager(te, data, tmp_path / "eager"), 3, 4)
     assert incident.trigger.severity is Severity.FAULT
+
+
+# -- turns under a budget
+
+SPENT = {"budget": "0.001%", "incident": {"after": 1}}
+"""Always spent: one layer an iteration beside the block boundaries, whatever a step takes."""
+
+BOUNDARIES = {(f"blocks.{number}", tensor) for number in (0, 1) for tensor in ("output", "gradient")}
+IN_GRAPH = ("input", "output", "gradient", "weight")
+
+
+def spent(**more: Any) -> dict[str, Any]:
+    return {**config(**more), **SPENT}
+
+
+def train_in_turns(recorder: flightrec.Recorder, net: nn.Module, data: Any, step: Any, *, graphed: bool) -> None:
+    """Two eager iterations, then ``data``, of whose microbatches the last one's gradients count."""
+    recorder.attach(net)
+    made = None
+    if graphed:
+        made = Graphed(net, recorder)  # captured in an iteration in which one layer has its turn
+    else:
+        for _ in range(2):
+            loss = loss_of(net, batches(1, rows=ROWS, device="cuda")[0][0])
+            recorder.loss(loss)
+            loss.backward()
+            recorder.step()
+    for iteration, microbatches in enumerate(data, start=2):
+        for x in microbatches:
+            if made is not None:
+                made.replay(x)
+            else:
+                net.zero_grad(set_to_none=True)
+                loss = loss_of(net, x)
+                recorder.loss(loss)
+                loss.backward()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter -= 0.01 * parameter.grad
+        step(iteration)
+        torch.cuda.synchronize()  # so that a verdict is known in the next step
+
+
+def recorded_by_iteration(recorder: flightrec.Recorder, num_iterations: int) -> list[set[tuple[str, str, int]]]:
+    engine = recorder._capture.engine
+    engine._take_what_comes()
+    ring = engine.ring
+    seen = []
+    for iteration in range(num_iterations):
+        keys = [ring.layouts[number].key for number in ring.index(iteration).layout_ids]
+        seen.append(
+            {
+                (key.layer, key.tensor, 0 if key.tensor == "weight" else key.microbatch)  # eager has it once
+                for key in keys
+                if key.tensor in IN_GRAPH
+            }
+        )
+    return seen
+
+
+def rotating(names: set[tuple[str, str, int]]) -> set[str]:
+    return {layer for layer, tensor, _ in names if (layer, tensor) not in BOUNDARIES}
+
+
+def test_replays_take_the_turns_of_eager(tmp_path):
+    data = batches(34, 2, rows=ROWS, device="cuda")
+    net = make().cuda()
+    found = {}
+    for name in ("eager", "graphed"):
+        with flightrec.Recorder(spent(), directory=tmp_path / name) as recorder:
+
+            def step(iteration: int, recorder: flightrec.Recorder = recorder) -> None:
+                if iteration == 34:
+                    recorder.trigger("look")
+                recorder.step()
+
+            train_in_turns(recorder, copy.deepcopy(net), data, step, graphed=name == "graphed")
+            found[name] = recorded_by_iteration(recorder, 35)
+            assert not recorder._capture._dead_parts
+            assert not any("CUDA graph" in reason for reason in recorder._capture._notes.values())
+    layers = rotating(found["eager"][0])
+    assert len(layers) > 8
+    for iteration in range(3, 35):
+        assert found["graphed"][iteration] == found["eager"][iteration], iteration
+        assert len(rotating(found["graphed"][iteration])) == 1
+        assert {name[:2] for name in found["graphed"][iteration]} >= BOUNDARIES
+    assert set.union(*map(rotating, found["graphed"][3 : 3 + len(layers)])) == layers, "every layer within a round"
+    (one,), (two,) = incidents(tmp_path / "graphed"), incidents(tmp_path / "eager")
+    compared = 0
+    for iteration in (33, 34):
+        replayed, eager = named(one, iteration), named(two, iteration)
+        for name, record in eager.items():
+            if name[1] in IN_GRAPH:
+                assert np.array_equal(replayed[name].high_precision, record.high_precision), name
+                assert replayed[name].statistics["amax"] == record.statistics["amax"]
+                compared += 1
+    assert compared >= 2 * 2 * (len(BOUNDARIES) + 1)
+
+
+def test_a_watch_raises_the_coverage_of_replays(tmp_path):
+    rules = [{"name": "sign", "kind": "metric_threshold", "above": 1.0, "severity": "watch"}]
+    with flightrec.Recorder({**spent(triggers=rules), "watch_iterations": 5}, directory=tmp_path / "out") as recorder:
+
+        def step(iteration: int) -> None:
+            recorder.step(metrics={"sign": 2.0 if iteration == 20 else 0.5})
+
+        train_in_turns(recorder, make().cuda(), batches(34, 2, rows=ROWS, device="cuda"), step, graphed=True)
+        seen = [rotating(names) for names in recorded_by_iteration(recorder, 36)]
+        assert not recorder._capture._dead_parts
+    whole = [iteration for iteration in range(3, 36) if seen[iteration] == seen[0]]
+    assert whole == list(range(whole[0], whole[0] + 5))
+    assert 21 <= whole[0] <= 23, "as soon as the verdict is known"
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_nth_iteration_is_left_to_replays_and_waits_for_nothing(tmp_path):
+    """``every`` in a graph that was captured in an iteration without it; the table is changed in every step."""
+    made = config(select=[{"tensors": "weight", "every": 3}, {"tensors": "*"}])
+    with flightrec.Recorder(made, directory=tmp_path / "out") as recorder:
+        net = make().cuda()
+        recorder.attach(net)
+        graphed = Graphed(net, recorder, warmups=2)
+        x = batches(1, rows=ROWS, device="cuda")[0][0]
+        torch.cuda.synchronize()
+        for iteration in range(2, 40):
+            if iteration == 10:
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                graphed.replay(x)
+                recorder.step()
+            finally:
+                if iteration == 39:
+                    torch.cuda.set_sync_debug_mode("default")
+        seen = recorded_by_iteration(recorder, 40)
+        assert not recorder._capture._dead_parts
+    with_weights = [number for number in range(2, 40) if any(tensor == "weight" for _, tensor, _ in seen[number])]
+    assert with_weights == list(range(3, 40, 3))
+    assert all(any(tensor == "output" for _, tensor, _ in names) for names in seen)

@@ -269,6 +269,39 @@ def test_a_place_serves_tensors_of_another_layout(by_reference):
     assert len(by_reference) == 1, "strides that the kernels do not know"
 
 
+def test_a_kernel_without_a_slot_leaves_and_touches_nothing(by_reference):
+    """What takes turns in a captured graph: the next launch, with a slot, finds all in order."""
+    scale, x = torch.tensor([0.02]), spoiled(values(40, 64))
+    parts = [codes_of(x, scale, "float8_e4m3fn"), scale, torch.rand(6), torch.arange(1024, dtype=torch.int32)]
+    plan = CapturePlan(codes=0, format="float8_e4m3fn", pairs=True, scale=1, scales=((1, "float32"),), history=2)
+
+    def capture(plan, destination, x, parts, slot, tick, valid_rows):
+        planes = [destination.high_precision, *destination.parts]
+        before = [bits(plane).copy() for plane in planes]
+        for _ in range(2):
+            device.capture(plan, destination, x, parts, torch.tensor([-1, 3], device=DEVICE), tick, valid_rows)
+        assert all(np.array_equal(bits(plane), old) for plane, old in zip(planes, before, strict=True))
+        assert (destination.stamp == -1).all()
+        assert (destination.statistics == -5).all()
+        device.capture(plan, destination, x, parts, slot.repeat(2), tick, valid_rows)
+
+    wanted, expected = run_capture((_reference, DEVICE), x, parts, plan)
+    got, row = run_capture((capture, DEVICE), x, parts, plan)
+    assert_same(got, row, wanted, expected)
+    assert not by_reference
+
+
+def test_operations_that_cannot_leave_write_where_nobody_reads(by_reference):
+    x = values(8, 8, dtype=torch.float32).to(torch.float64)  # not of the kernels
+    got = destination_for(x.to(DEVICE), [], DEVICE)
+    slot, tick = torch.tensor([-1, 3], device=DEVICE), torch.tensor([9], device=DEVICE)
+    with torch.no_grad():
+        device.capture(CapturePlan(), got, x.to(DEVICE), [], slot, tick)
+    assert by_reference
+    assert got.stamp.tolist() == [-1, -1, -1, 9]
+    assert (got.high_precision[:3] == 7).all()
+
+
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 96, 1000, 2**30 + 1, 2**31 - 1])
 def test_division_by_multiplication(divisor):
     factor, shift = arguments.magic_of(divisor)

@@ -7,6 +7,7 @@ import torch
 from models import RECORD_ALL, batches, loss_of, make
 
 import flightrec
+from flightrec.sources import watched
 
 
 def test_no_attempt_comes_twice(tmp_path):
@@ -84,8 +85,10 @@ def test_an_attach_that_fails_half_way_leaves_no_hooks(tmp_path):
             raise RuntimeError("no hooks here")
 
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), Refusing(2, 2))
+    net[1].register_forward_hook(lambda *_: None)  # so that ours has to stand behind it, on the module itself
     with flightrec.Recorder(directory=tmp_path) as recorder:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no hooks here"):
                 recorder.attach(net)
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in net.modules())
+    assert not any(watched.is_watched(module) or module._forward_pre_hooks for module in net.modules())
+    assert [len(module._forward_hooks) for module in net] == [0, 1]

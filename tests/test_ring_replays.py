@@ -16,22 +16,27 @@ from flightrec.kernels import replays as words_of
 from flightrec.records import Representation, Statistic
 from flightrec.ring.replays import DEFAULT_REPLAYS, _insert
 from flightrec.ring.ring import Ring
+from flightrec.ring.turns import NO_TURNS
 
 
 class Graph:
     """What a captured CUDA graph does, on the CPU: the same launches again, on the same memory."""
 
-    def __init__(self, ring, names, microbatches=(0,), shape=(4, 8), expert_splits=None):
+    def __init__(self, ring, names, microbatches=(0,), shape=(4, 8), expert_splits=None, turns=None, keys=None):
         self.ring, self.inputs, self._launches = ring, [], []
-        self.captured = ring._replays.open_graph(ring._tick, ring.slots, ring._num_microbatches, nullcontext)
+        turns = turns or dict.fromkeys(names, NO_TURNS)
+        num_units = max((turn.num_units for turn in turns.values()), default=0)
+        self.captured = ring._replays.open_graph(
+            ring._tick, ring.slots, ring._num_microbatches, nullcontext, num_units
+        )  # fmt: skip
         self.captured.on_replay = None
         records = ring._graph_records
         for microbatch in microbatches:
             for name in names:
                 x = torch.zeros(shape)
                 recorded = records.add(
-                    self.captured, key(name, microbatch=microbatch), x, None, frozenset({"high_precision"}),
-                    expert_splits, nullcontext,
+                    self.captured, keys[name] if keys else key(name, microbatch=microbatch), x, None,
+                    frozenset({"high_precision"}), expert_splits, nullcontext, turns[name],
                 )  # fmt: skip
                 self.inputs.append(x)
                 self._launches.append((recorded, x))
@@ -275,6 +280,22 @@ def test_experts_of_a_replay_have_rows_of_their_own():
         (part, replay, size) for replay in range(2) for part, size in (("", 20), ("expert.0", 8), ("expert.1", 12))
     ]
     assert int(valid.sum()) == 6
+
+
+def test_more_room_than_replays_is_told_once_when_a_second_iteration_has_shown_it():
+    for asked, most, told in ((None, 1, True), (None, DEFAULT_REPLAYS, False), (4, 1, False)):
+        ring = Ring("cpu", iterations=1, graph_replays=asked, memory_bytes=64 << 20)
+        ring.begin(0)
+        graph = Graph(ring, ["a"])
+        advice = []
+        for tick in range(5):
+            for _ in range(most if tick in (1, 2, 4) else 0):
+                graph.replay(1)
+            advice.append(end(ring, tick).advice)
+        assert [bool(text) for text in advice] == [False, False, told, False, False]
+        if told:
+            assert "Set ring.graph_replays: 1, which frees" in advice[2]
+            assert "no CUDA graph is replayed more than 1 times" in advice[2]
 
 
 def test_quantized_records_of_a_graph():

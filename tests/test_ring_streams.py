@@ -45,4 +45,5 @@ def test_the_next_record_waits_for_the_step():
     with torch.cuda.stream(side):
         streams.enter()
         seen = slot.clone()
+    side.synchronize()
     assert seen.item() == 7

@@ -16,6 +16,8 @@ HEADER = {
     "partial": False,
     "blind": "",
     "metrics": {},
+    "tier": "ring",
+    "landmark": 0,
 }
 
 

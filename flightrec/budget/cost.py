@@ -194,6 +194,7 @@ class Costs:
         self._probe_every = 0  # 0: only the one
         self._num_iterations = 0
         self._num_records = self._num_bytes = 0
+        self._replayed_s = 0.0
         self._spent_s = 0.0
 
     def seconds(self, num_records: float, num_bytes: float) -> float:
@@ -239,10 +240,14 @@ class Costs:
 
     # -- in step()
 
+    def add_replayed(self, num_records: int, num_bytes: int) -> None:
+        """What captured graphs recorded in the iteration that ends; nothing stands around those for observation."""
+        self._replayed_s = self.seconds(num_records, num_bytes)
+
     def end_iteration(self) -> float:
         """Seconds that recording took in the iteration that ends, as far as can be told; learns from them."""
         predicted = self.seconds(self._num_records, self._num_bytes)
-        own_s = predicted if self._is_cuda else self._spent_s
+        own_s = (predicted if self._is_cuda else self._spent_s) + self._replayed_s
         if self._num_iterations > 0:  # the first one gives every tensor its place
             if self._is_cuda:
                 self._read_probes()
@@ -254,7 +259,7 @@ class Costs:
         is_early = self._num_iterations <= NUM_EARLY_ITERATIONS
         self._probe_every = -(-self._num_records // MAX_PENDING) if is_early else 0
         self._num_records = self._num_bytes = 0
-        self._spent_s = 0.0
+        self._spent_s = self._replayed_s = 0.0
         return own_s
 
     def _read_probes(self) -> None:

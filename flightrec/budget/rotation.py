@@ -23,11 +23,13 @@ from flightrec.budget.blocks import BOUNDARY_TENSORS, find_blocks
 from flightrec.budget.clock import StepClock, StreamTimer
 from flightrec.budget.cost import FALLBACK, Costs, calibrate
 from flightrec.budget.coverage import Coverage
+from flightrec.budget.replayed import ReplayTurns
 from flightrec.budget.story import Story, tell
 from flightrec.config.model import Config
 from flightrec.config.sizes import Share
 from flightrec.records import Firing, RecordLayout
 from flightrec.ring.ring import Ring
+from flightrec.ring.turns import Turn
 
 logger = logging.getLogger("flightrec")
 
@@ -98,6 +100,9 @@ class Rotation:
         self._clock: StepClock | None = None
         self._judging: StreamTimer | None = None
         self._told = False
+        self._replayed = ReplayTurns()
+        everies = {entry.every for entry in config.select}
+        self._num_everies = len(everies | {1})
 
     # -- before training
 
@@ -161,7 +166,44 @@ class Rotation:
         last = self._last.get((layer, every))
         return last is not None and 0 < self._tick - last < every
 
+    def turn_of(self, layer: str, tensor: str, every: int, *, is_in: bool, rotates: bool) -> Turn:
+        """What a record of a captured CUDA graph takes turns with, whose replays ask nobody.
+
+        Args:
+            layer: as of ``skips``, and so the following.
+            tensor: which of its tensors.
+            every: of its entry of ``select``.
+            is_in: what ``skips`` did not say.
+            rotates: as there.
+        """
+        rotates = rotates and self.share is not None and layer in self._order and (layer, tensor) not in self.always
+        unit = (layer if rotates else None, every) if rotates or every > 1 else None
+        return self._replayed.of(unit, (len(self._order) + 1) * self._num_everies, is_in=is_in)
+
     # -- in step()
+
+    def choose_replayed(self, ring: Ring, iteration: int) -> None:
+        """After ``end_iteration``: tell the device what replays record in the iteration that begins. Does not wait.
+
+        Args:
+            ring: holds the graphs.
+            iteration: the user's number of it.
+        """
+        if ring.graphs.graphs:
+            in_turn = self._replayed.choose(
+                self._turn, self._turn_of, lambda layer, every: self._has_turn(layer, every, iteration)
+            )
+            ring.choose_turns(in_turn.tolist())
+
+    def _has_turn(self, layer: str | None, every: int, iteration: int) -> bool:
+        """As ``skips``, of what a replay would record."""
+        if layer is None:
+            return iteration % every == 0
+        turn = self._turn
+        if (turn is not None and self._turn_of.get(layer, turn) != turn) or self._waits(layer, every):
+            return False
+        self._last[layer, every] = self._tick
+        return True
 
     def left_out(self, num_rows: int) -> NDArray[np.bool_] | None:
         """Rows of the statistics matrix that rotation left out of the current tick, bool [num_rows]; None for none."""
@@ -229,6 +271,8 @@ class Rotation:
             self._judging.end()
             if self._judging.median_s is not None:
                 judging_s = self._judging.median_s  # of the stream, which may be ahead of the host or behind it
+        if ring is not None:
+            self.costs.add_replayed(*self._replayed.load(ring.graphs.replayed))
         own_s = self.costs.end_iteration()
         if self._clock is not None:
             self._clock.tick(own_s + judging_s)

@@ -14,6 +14,7 @@ import torch
 from flightrec.flush.incidents import OpenIncident
 from flightrec.flush.outbox import Outbox
 from flightrec.flush.staging import Piece, SlotCopy, piece_bytes_for, pin, staging_tensor, unpin
+from flightrec.kernels import driver
 from flightrec.ring.ring import Ring
 from flightrec.writer import messages
 
@@ -47,7 +48,7 @@ class Copies:
         self._ring, self._outbox, self._slot_of = ring, outbox, slot_of
         self._jobs: list[_Job] = []
         """Slots being copied, in the order in which they began."""
-        self._stream = torch.cuda.Stream(ring.device) if ring.device.type == "cuda" else None
+        self._stream = driver.own_stream(ring.device, "incidents") if ring.device.type == "cuda" else None
         self._staging = staging_tensor(outbox.client)
         self._held_bytes = 0
         self._pinned = False

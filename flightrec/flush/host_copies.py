@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from flightrec.kernels import driver
 from flightrec.kernels.pinned import HostBuffer
 from flightrec.ring.ring import Ring
 
@@ -75,7 +76,7 @@ class HostCopies:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._under_way: list[Copy] = []
-        self._stream = torch.cuda.Stream(ring.device) if ring.device.type == "cuda" else None
+        self._stream = driver.own_stream(ring.device, "host tier") if ring.device.type == "cuda" else None
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         if self._stream is not None:
             made = [torch.cuda.Event(enable_timing=True) for _ in range(2 * MAX_UNDER_WAY)]

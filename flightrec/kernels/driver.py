@@ -17,6 +17,7 @@ import torch
 _T = TypeVar("_T")
 _ACTIVE = 1
 _RELAXED = 2
+_NON_BLOCKING = 1  # does not wait for the default stream
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -93,7 +94,7 @@ def allocate(device: torch.device, make: Callable[[], _T]) -> _T:
     if device.type != "cuda":
         return make()
     is_aside = torch.cuda.is_current_stream_capturing()  # what is filled here must be so before the first replay
-    stream = torch.cuda.Stream(device) if is_aside else torch.cuda.current_stream(device)
+    stream = own_stream(device, "memory") if is_aside else torch.cuda.current_stream(device)
     done: list[_T] = []
     errors: list[BaseException] = []
 
@@ -123,6 +124,36 @@ def _driver() -> Any:
     if torch.version.cuda is None:
         raise OSError("graphs are recorded with NVIDIA's CUDA only")
     driver = ctypes.CDLL("libcuda.so.1")
-    for name in ("cuStreamGetCaptureInfo_v2", "cuThreadExchangeStreamCaptureMode", "cuStreamSynchronize"):
+    for name in (
+        "cuStreamGetCaptureInfo_v2",
+        "cuThreadExchangeStreamCaptureMode",
+        "cuStreamSynchronize",
+        "cuStreamCreateWithPriority",
+    ):
         getattr(driver, name)
     return driver
+
+
+_streams: dict[tuple[int, str, int], torch.cuda.Stream] = {}
+
+
+def own_stream(device: torch.device, purpose: str, priority: int = 0) -> torch.cuda.Stream:
+    """A stream that nobody else is given, one for a device and purpose, for the process's life. Does not wait.
+
+    torch hands out 32 streams in turns: one of those may be the very stream on which the user computes, or captures a
+    graph. Where the driver makes none, it is one of torch's all the same.
+    """
+    name = (device.index or 0, purpose, priority)
+    stream = _streams.get(name)
+    if stream is None:
+        handle = ctypes.c_void_p()
+        made = False
+        if not why_missing():
+            with torch.cuda.device(device), relaxed():
+                made = _driver().cuStreamCreateWithPriority(ctypes.byref(handle), _NON_BLOCKING, priority) == 0
+        if made and handle.value:
+            stream = torch.cuda.ExternalStream(handle.value, device)
+        else:
+            stream = torch.cuda.Stream(device, priority=priority)
+        stream = _streams.setdefault(name, stream)
+    return stream

@@ -168,13 +168,14 @@ def record_pass(
 ):  # fmt: skip
     """Everything of one record. KIND: 0 bfloat16, 1 float16, 2 float32, -1 none; CODES: 0 E4M3, 1 E5M2, -1 none.
 
-    ``num_x``, ``num_codes``: words; ``x_row``, ``codes_row``: elements of a row of dimension 0, of which ``limit``
-    count, or what ``limit_ptr`` holds. ``columns`` and the magics: ``pairing``. ``present``: columns of the row that
-    have a value; ``owned``: those written.
+    ``num_x``, ``num_codes``: words; ``x_row``, ``codes_row``: elements of a row of dimension 0; ``limit``: rows that
+    count. ``columns`` and the magics: ``pairing``. ``present``: columns with a value; ``owned``: those written.
     """
     program = tl.program_id(0)
     mine = program == tl.num_programs(0) - 1  # of all programs the one that has the least to do
     slot = tl.load(slot_ptr)
+    if slot < 0:  # in a captured graph, what does not have its turn
+        return
     out = scratch_ptr + program.to(tl.int64) * finishing.WIDTH
     if mine:
         finishing.copy_words(part_0, from_0, to_0, slot, stride_0, n_0)
@@ -193,7 +194,6 @@ def record_pass(
     x_counted = _counted(limit_ptr, limit, x_row, numel, MASKED)
     codes_counted = _counted(limit_ptr, limit, codes_row, code_numel, MASKED)
     x_mine = tl.where(program == 0, x_counted, 0)  # one program tells the number for all
-    codes_mine = tl.where(program == 0, codes_counted, 0)
     PER_WORD: tl.constexpr = 1 if KIND == 2 else 2
     if KIND >= 0:
         x_ptr, x_copy_ptr = _words_of(x_ptr, x_copy_ptr, slot, x_stride, COPY_X)
@@ -220,7 +220,7 @@ def record_pass(
             UNROLL * ROWS * 4,
         )  # fmt: skip
     if CODES >= 0:
-        _put_codes(out, codes_mine, code_nonzero, first, second, third, RANGE)
+        _put_codes(out, tl.where(program == 0, codes_counted, 0), code_nonzero, first, second, third, RANGE)
     finishing.join(
         scratch_ptr, counters_ptr, row_ptr + slot * row_stride, stamp_ptr + slot * stamp_stride, tick_ptr, present,
         owned, GROUP,
@@ -233,10 +233,13 @@ def copy_pass(
     UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Copy ``n`` words of four bytes into a slot whose stride is ``stride`` times 16 bytes."""
+    slot = tl.load(slot_ptr)
+    if slot < 0:
+        return
     BLOCK: tl.constexpr = UNROLL * ROWS * 4
     index = passes.lanes_of(4, ROWS, UNROLL)
     from_ptr = from_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    to_ptr = to_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + tl.load(slot_ptr) * stride * 4
+    to_ptr = to_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + slot * stride * 4
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, n, tl.num_programs(0).to(tl.int64) * BLOCK):
         if start + BLOCK <= n:
             passes.move(from_ptr + start, to_ptr + start, index, BLOCK, True, True)

@@ -120,6 +120,8 @@ def capture(
 ) -> None:
     """As ``reference.capture``, for tensors in host memory."""
     at = int(slot.numpy()[0])
+    if at < 0:  # in a captured graph, what does not have its turn
+        return
     views = destination.cache.get(at)
     if views is None:
         views = destination.cache[at] = _slot_views(destination, at)

@@ -14,6 +14,7 @@ import torch
 from flightrec.kernels import pieces, scales
 from flightrec.kernels.formats import CODE_FORMATS, CodeFormat, as_bits, decode, is_nan, is_zero, unpack
 from flightrec.kernels.plan import CapturePlan, Destination
+from flightrec.kernels.replays import place_of
 from flightrec.records import NUM_STATISTICS, Statistic
 
 _Values = pieces.Values
@@ -38,10 +39,12 @@ def capture(
         destination: where; owned by the ring.
         high_precision: any shape, dtype and strides, on the ring's device; or None.
         parts: quantized components in the plan's order, likewise.
-        slot: int64 ``[1]`` on the ring's device: the slot to write.
+        slot: int64 ``[1]`` on the ring's device: the slot to write. ``[2]`` for what takes turns in a captured graph:
+            ``replays.Groups``.
         tick: int64 ``[1]`` on the ring's device: the stamp to write.
         valid_rows: only rows ``[0, n)`` of dimension 0 count in the statistics; copies are whole.
     """
+    slot = place_of(slot)
     copy_components(destination, high_precision, parts, slot)
     row = statistics(plan, high_precision, parts, valid_rows)
     destination.statistics.index_copy_(0, slot, row.unsqueeze(0))
@@ -60,9 +63,9 @@ def copy_components(
 
 
 def copy_one(target: torch.Tensor, source: torch.Tensor, slot: torch.Tensor) -> None:
-    """Copy ``source`` (any strides) into place ``slot`` (int64 ``[1]``) of ``target``, bit for bit."""
+    """Copy ``source`` (any strides) into place ``slot`` (as of ``capture``) of ``target``, bit for bit."""
     if source.numel():
-        target.index_copy_(0, slot, as_bits(source).unsqueeze(0))
+        target.index_copy_(0, place_of(slot), as_bits(source).unsqueeze(0))
 
 
 def statistics(

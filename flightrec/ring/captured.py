@@ -20,6 +20,7 @@ from flightrec.kernels.replays import BeginReplay
 from flightrec.records import NO_MICROBATCH, Key, RecordLayout
 from flightrec.ring.layout import Place
 from flightrec.ring.registry import MAX_CALLS
+from flightrec.ring.turns import GraphGroups
 from flightrec.ring.virtual import Rows
 
 
@@ -31,6 +32,8 @@ class Recorded:
         key: as captured.
         plan, destination: for the kernels; one entry a virtual slot.
         place: of its bytes in every virtual slot, or None.
+        unit: what it takes turns with.
+        slot: that its launches read: the graph's, or that of its unit.
         rows: its statistics; further ones are its experts'.
         templates: its layout and its experts', but for what a replay decides.
     """
@@ -39,6 +42,8 @@ class Recorded:
     plan: CapturePlan
     destination: Destination | None
     place: Place | None
+    unit: int
+    slot: torch.Tensor
     rows: Rows
     templates: list[RecordLayout]
 
@@ -49,24 +54,27 @@ class CapturedGraph:
     Attributes:
         words: int64 of this graph on the device, as ``kernels.replays`` describes them.
         slot, tick: views of them that the capture kernels read.
+        groups: what takes turns in it.
         num_replays: that have a place in an iteration.
         num_known: replays whose rows the rules know.
         most_replays: in one iteration, as far as the host has told.
         records: in the order in which they were captured.
         keep: what must live as long as the graph.
         on_replay: told of each replay, while the recorder lives.
-        ids: layouts of a replay, by its number and its position among those of the same family.
+        ids: layouts of a replay and the unit of each, by its number and its position among those of the same family.
         first_microbatch, num_microbatches: that its records were captured with.
     """
 
-    def __init__(self, head: torch.Tensor, words: torch.Tensor, num_replays: int, overflow: int) -> None:
+    def __init__(
+        self, head: torch.Tensor, words: torch.Tensor, groups: GraphGroups, num_replays: int, overflow: int
+    ) -> None:
         self.num_replays, self.num_known, self.most_replays = num_replays, 0, num_replays
-        self.words = words
+        self.words, self.groups = words, groups
         self.slot = words[words_of.SLOT : words_of.SLOT + 1]
         self.tick = words[words_of.TICK : words_of.TICK + 1]
         self.records: list[Recorded] = []
         self.keep: list[Any] = []
-        self.ids: dict[tuple[int, int], list[int]] = {}
+        self.ids: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         self.first_microbatch, self.num_microbatches = 0, 1
         self.on_replay: WeakMethod[Callable[[CapturedGraph], None]] | None = None
         self._head, self._overflow = head, overflow
@@ -89,7 +97,7 @@ class CapturedGraph:
 
     def begin(self, begin_replay: BeginReplay) -> None:
         """Launch what chooses the virtual slot, on the current stream: before any record."""
-        begin_replay(self._head, self.words, self.num_replays, self._overflow)
+        begin_replay(self._head, self.words, self.groups.words, self.num_replays, self._overflow)
 
     def enter(self, stream: torch.cuda.Stream) -> None:
         """A record comes next on this stream of the capture; it follows ``begin``, on whichever stream that was."""

@@ -27,6 +27,7 @@ from flightrec.ring.registry import MAX_CALLS, Registry, _in_order, _logical_sha
 from flightrec.ring.replays import MAX_GRAPHS, Replays
 from flightrec.ring.slots import SlotTable
 from flightrec.ring.streams import Streams
+from flightrec.ring.turns import ALWAYS, NO_TURNS, Turn
 
 
 class GraphRecords:
@@ -63,6 +64,7 @@ class GraphRecords:
         slots: SlotTable,
         num_microbatches: int | None,
         on_replay: WeakMethod[Callable[[CapturedGraph], None]],
+        turn: Turn,
     ) -> str:
         """Put one record into the graph that the current stream captures.
 
@@ -77,6 +79,7 @@ class GraphRecords:
             slots: the table that says where it goes.
             num_microbatches: of an iteration, None if not known yet.
             on_replay: told of each replay, as long as the recorder lives.
+            turn: what it takes turns with.
 
         Returns:
             Why it is not recorded, or not whole; empty if it is.
@@ -86,10 +89,10 @@ class GraphRecords:
             return missing
         with driver.relaxed():
             stream = torch.cuda.current_stream(self._device)
-            graph = self._graph(stream, tick, slots, num_microbatches, on_replay)
+            graph = self._graph(stream, tick, slots, num_microbatches, on_replay, turn.num_units)
             if graph is None:
                 return f"{MAX_GRAPHS} CUDA graphs have records in them already"
-            recorded = self.add(graph, key, high_precision, quantized, keep, splits, self._aside)
+            recorded = self.add(graph, key, high_precision, quantized, keep, splits, self._aside, turn)
             if recorded is None:
                 return f"beyond {MAX_CALLS} calls in a graph further ones are left out"
             if recorded.destination is not None:
@@ -106,12 +109,13 @@ class GraphRecords:
         slots: SlotTable,
         num_microbatches: int | None,
         on_replay: WeakMethod[Callable[[CapturedGraph], None]],
+        num_units: int,
     ) -> CapturedGraph | None:
         """The graph of the capture that the current stream is part of; its first node is launched at first sight."""
         number = driver.capture_id(stream.cuda_stream)
         graph = self._captures.get(number)
         if graph is None:
-            graph = self._replays.open_graph(tick, slots, num_microbatches, self._aside)
+            graph = self._replays.open_graph(tick, slots, num_microbatches, self._aside, num_units)
             if graph is None:
                 return None
             graph.on_replay = on_replay
@@ -123,7 +127,7 @@ class GraphRecords:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         if self._side is None:
-            self._side = torch.cuda.Stream(self._device)
+            self._side = driver.own_stream(self._device, "memory")
         self._streams.follow(self._side)
         with driver.aside(self._side):
             yield
@@ -137,6 +141,7 @@ class GraphRecords:
         keep: frozenset[str],
         splits: torch.Tensor | None,
         allocating: Callable[[], AbstractContextManager[None]],
+        turn: Turn = NO_TURNS,
     ) -> Recorded | None:
         """Places for one record of a graph in every virtual slot; None for one call too many. Launches nothing."""
         claimed = graph.claim(key)
@@ -156,6 +161,8 @@ class GraphRecords:
                 components = components if place is not None else ()
             assert self._replays.virtual is not None
             rows = self._replays.virtual.take_rows(1 + (0 if splits is None else len(splits)))
+            assert self._replays.turns is not None
+            slot = self._replays.turns.slot(graph.groups, turn)
         layout = RecordLayout(
             layout_id=-1,
             key=claimed,
@@ -174,6 +181,8 @@ class GraphRecords:
             plan=build_plan(high_precision, quantized),
             destination=None,
             place=place,
+            unit=ALWAYS if slot is None else turn.unit,
+            slot=graph.slot if slot is None else slot,
             rows=rows,
             templates=[layout, *_experts(layout, splits)],
         )
@@ -197,11 +206,11 @@ class GraphRecords:
         assert recorded.destination is not None
         parts = () if quantized is None else tuple(quantized.components.values())
         valid_rows = splits.sum() if splits is not None and valid_rows is None else valid_rows
-        plan, slot, tick = recorded.plan, graph.slot, graph.tick
+        plan, slot, tick = recorded.plan, recorded.slot, graph.tick
         self._capture(plan, recorded.destination, high_precision, parts, slot, tick, valid_rows)
         if splits is not None:
             views = recorded.rows.values[:, 1:], recorded.rows.stamps[:, 1:]
-            self._experts.write(views, plan, high_precision, parts, splits, slot, tick)
+            self._experts.write(views, plan, high_precision, parts, splits, words_of.place_of(slot), tick)
 
     def _place(self, num_bytes: int) -> tuple[Place | None, str]:
         virtual = self._replays.virtual

@@ -4,7 +4,8 @@
 its memory is allocated beside the capture. What a replay does is all on the device (``kernels.replays``): the graph's
 first node chooses the virtual slot. The host learns what was replayed from a copy of the graphs' words that goes to it
 with the verdict, and from the graph's object, which says in time that a replay is launched and between which other
-records. Nothing waits for the device except ``record`` of what is captured for the first time.
+records. Nothing waits for the device except ``record`` of what is captured for the first time. What takes turns is left
+out on the device (``turns``), as the host has told it before the iteration.
 
 The microbatch of a replay is how many replays of graphs with the same records came before it in the iteration: of one
 graph replayed for each microbatch, or of a graph for each. A graph that holds several microbatches counts on in theirs.
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from itertools import compress
 
 import torch
 
@@ -28,6 +30,7 @@ from flightrec.ring.captured import CapturedGraph, Recorded
 from flightrec.ring.memory import format_bytes
 from flightrec.ring.registry import Registry
 from flightrec.ring.slots import SlotTable
+from flightrec.ring.turns import Turns
 from flightrec.ring.virtual import VirtualSlots
 
 DEFAULT_REPLAYS = 8
@@ -44,10 +47,12 @@ class Replayed:
     Attributes:
         num_microbatches: that its replays were of, at least; 0 without one.
         dropped: layer and reason of each graph that was replayed too often, more often than ever before.
+        advice: what a user should be told once, or empty.
     """
 
     num_microbatches: int = 0
     dropped: list[tuple[str, str]] = field(default_factory=list)
+    advice: str = ""
 
 
 class _Snapshot:
@@ -81,6 +86,8 @@ class Replays:
     Attributes:
         graphs: all graphs that were captured with records in them.
         virtual: their memory; None before the first one.
+        turns: which records of theirs have their turn; likewise.
+        replayed: replays of the last closed tick that have a place, as far as the host saw them.
         num_dropped: replays that had no place, as far as the host knows.
 
     Args:
@@ -93,6 +100,8 @@ class Replays:
     def __init__(self, registry: Registry, device: torch.device, num_planes: int, num_replays: int | None) -> None:
         self.graphs: list[CapturedGraph] = []
         self.virtual: VirtualSlots | None = None
+        self.turns: Turns | None = None
+        self.replayed: Mapping[CapturedGraph, int] = {}
         self.num_dropped = 0
         self._registry, self._device = registry, device
         self._num_planes, self._asked = num_planes, num_replays
@@ -101,11 +110,12 @@ class Replays:
         self._noted: list[tuple[CapturedGraph, int]] = []  # replays of this tick, and the records before each
         self._counts: Counter[CapturedGraph] = Counter()
         self._families: Counter[tuple[str, ...]] = Counter()
-        self._snapshots: OrderedDict[int, tuple[_Snapshot, list[tuple[CapturedGraph, int]]]] = OrderedDict()
+        self._snapshots: OrderedDict[int, tuple[_Snapshot, list[tuple[CapturedGraph, int]], list[bool]]] = OrderedDict()
         self._free: list[_Snapshot] = []
         self._most_replays = 0
         self._told_apart: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._others: dict[tuple[int, Key], int] = {}
+        self._num_taken = 0  # ticks with replays
 
     # -- while a graph is captured
 
@@ -115,6 +125,7 @@ class Replays:
         slots: SlotTable,
         num_microbatches: int | None,
         allocating: Callable[[], AbstractContextManager[None]],
+        num_units: int = 0,
     ) -> CapturedGraph | None:
         """A graph that begins to record; the caller launches ``CapturedGraph.begin`` into its capture. Under the lock.
 
@@ -123,19 +134,22 @@ class Replays:
             slots: the table that says where it goes.
             num_microbatches: of an iteration, None if not known yet.
             allocating: context in which memory may be allocated and initialised.
+            num_units: of turns that it may have.
 
         Returns:
             None for a graph too many.
         """
         if len(self.graphs) >= MAX_GRAPHS:
             return None
-        if self.virtual is None:
-            with allocating():
+        with allocating():
+            if self.turns is None:
                 self._open(tick, slots, num_microbatches)
+            assert self.turns is not None
+            groups = self.turns.groups(num_units)
         assert self.virtual is not None
         assert self._words is not None
         words = self._words[len(self.graphs) + 1]
-        graph = CapturedGraph(self._words[0], words, self.virtual.num_replays, self.virtual.overflow)
+        graph = CapturedGraph(self._words[0], words, groups, self.virtual.num_replays, self.virtual.overflow)
         graph.keep.append(self._words)
         self.graphs.append(graph)
         return graph
@@ -151,6 +165,7 @@ class Replays:
             size = (1 + MAX_GRAPHS, words_of.ORDERS + num_replays)
             self._words = allocate(self._device, lambda: torch.zeros(size, dtype=torch.int64, device=self._device))
         self._point(slots, tick)
+        self.turns = Turns(self._device)
 
     # -- every iteration
 
@@ -189,14 +204,20 @@ class Replays:
         """
         if self._words is None or not self.graphs:
             return
+        self.replayed = {graph: min(count, graph.num_replays) for graph, count in self._counts.items()}
         words = self._words[: 1 + len(self.graphs)]
         snapshot = self._free.pop() if self._free else _Snapshot(self._device, self._words.numel())
         snapshot.receive(words.view(-1))
-        self._snapshots[tick] = snapshot, self._noted
+        assert self.turns is not None
+        self._snapshots[tick] = snapshot, self._noted, [*self.turns.state, True]  # the last one: of ``ALWAYS``
         while len(self._snapshots) > MAX_REMEMBERED_TICKS:
             self._snapshots.popitem(last=False)
         words[:, words_of.COUNT].zero_()
         self._point(slots, tick + 1)
+
+    def choose_turns(self, in_turn: Sequence[bool]) -> bool:
+        """See ``Turns.choose``; after ``advance``."""
+        return self.turns is not None and self.turns.choose(in_turn)
 
     def _point(self, slots: SlotTable, tick: int) -> None:
         assert self._words is not None
@@ -217,7 +238,7 @@ class Replays:
         found = self._snapshots.pop(tick, None)
         if found is None:
             return result
-        snapshot, noted = found
+        snapshot, noted, in_turn = found
         words = snapshot.words()
         self._free.append(snapshot)
         runs = self._runs(words, result)
@@ -229,13 +250,16 @@ class Replays:
         for order, graph, replay in runs:
             position = families[graph.family]
             families[graph.family] += 1
-            ids = self._ids(graph, replay, position)
+            ids, units = self._ids(graph, replay, position)
+            ids = list(compress(ids, map(in_turn.__getitem__, units)))
             placed.append((before.get((graph, replay), len(layout_ids)), order, ids))
             result.num_microbatches = max(result.num_microbatches, (position + 1) * graph.num_microbatches)
             self._most_replays = max(self._most_replays, replay + 1)
         _insert(layout_ids, placed)
         self._tell_apart(layout_ids)
         self._registry.announce()
+        self._num_taken += 1
+        result.advice = self._advice() if self._num_taken == 2 else ""
         return result
 
     def _tell_apart(self, layout_ids: list[int]) -> None:
@@ -278,6 +302,18 @@ class Replays:
             layouts.append(dataclasses.replace(layouts[number], layout_id=raised, key=key))
         return raised
 
+    def _advice(self) -> str:
+        """More room than is used, in the second iteration with replays: nobody knew it when the memory was taken."""
+        assert self.virtual is not None
+        most, room = max(self._most_replays, 1), self.virtual.num_replays
+        if self._asked is not None or most >= room:
+            return ""
+        spare = format_bytes(self.num_bytes * (room - most) // room)
+        return (
+            f"no CUDA graph is replayed more than {most} times in an iteration, and memory is reserved for {room} "
+            f"replays of each. Set ring.graph_replays: {most}, which frees {spare} for other records"
+        )
+
     def _runs(self, words: list[int], result: Replayed) -> list[tuple[int, CapturedGraph, int]]:
         """(order, graph, replay) of every replay that has a place, in order."""
         assert self._words is not None
@@ -304,14 +340,18 @@ class Replays:
             seen[graph] += 1
         return positions
 
-    def _ids(self, graph: CapturedGraph, replay: int, position: int) -> list[int]:
-        """Layouts of a replay, the ``position``-th of its family in the iteration; made at first sight."""
-        ids = graph.ids.get((replay, position))
-        if ids is None:
+    def _ids(self, graph: CapturedGraph, replay: int, position: int) -> tuple[list[int], list[int]]:
+        """Layouts of a replay, the ``position``-th of its family in the iteration, and their units.
+
+        Made at first sight.
+        """
+        found = graph.ids.get((replay, position))
+        if found is None:
             offset = position * graph.num_microbatches - graph.first_microbatch
             ids = [number for one in graph.records for number in self._layouts_of(one, replay, offset)]
-            graph.ids[replay, position] = ids
-        return ids
+            units = [one.unit for one in graph.records for _ in one.templates]
+            found = graph.ids[replay, position] = ids, units
+        return found
 
     def _layouts_of(self, recorded: Recorded, replay: int, offset: int) -> list[int]:
         layouts, rows, place = self._registry.layouts, recorded.rows, recorded.place

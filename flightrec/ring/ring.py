@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ from flightrec.ring.replays import Replayed, Replays
 from flightrec.ring.slots import TABLE_SIZE, SlotTable
 from flightrec.ring.statistics import StatisticsMatrix
 from flightrec.ring.streams import Streams
+from flightrec.ring.turns import NO_TURNS, Turn
 
 POLICIES = ("fewer_microbatches", "fewer_iterations", "statistics_only", "error")
 MICROBATCHES = ("all", "first", "last", "rotate")
@@ -55,6 +56,7 @@ class Ring:
             ``commit`` replaces it.
         iterations: N, the complete iterations up to a fault that are really held.
         committed: whether ``commit`` was called.
+        graphs: the captured CUDA graphs that record.
     """
 
     def __init__(
@@ -107,7 +109,8 @@ class Ring:
         self._num_microbatches: int | None = None  # known once committed
         self._capture = ops.choose(self.device)
         self._experts = Experts(self._registry, self.device)
-        self._replays = Replays(self._registry, self.device, iterations + after + latency + 1, graph_replays)
+        num_planes = iterations + after + latency + 1
+        self.graphs = self._replays = Replays(self._registry, self.device, num_planes, graph_replays)
         self._graph_records = GraphRecords(self._replays, self._registry, self._streams, self._experts, self.device)
         self.without_experts: set[tuple[str, str]] = set()
         """(layer, tensor) of records whose experts could not be told apart."""
@@ -201,8 +204,9 @@ class Ring:
         keep: frozenset[str] = KEEP_BYTES,
         valid_rows: int | torch.Tensor | None = None,
         splits: torch.Tensor | None = None,
+        turn: Turn = NO_TURNS,
     ) -> str:
-        """As ``record``, while the current stream captures a CUDA graph: every replay fills a place of its own.
+        """As ``record``, while the current stream captures a CUDA graph: each replay in its ``turn`` fills a place.
 
         Returns:
             why it is not recorded, or only its statistics; empty if it is whole.
@@ -210,7 +214,7 @@ class Ring:
         with self._lock, torch.no_grad():
             return self._graph_records.record(
                 key, high_precision, quantized, keep, valid_rows, splits, tick=self._tick, slots=self.slots,
-                num_microbatches=self._num_microbatches, on_replay=weakref.WeakMethod(self._on_replay),
+                num_microbatches=self._num_microbatches, on_replay=weakref.WeakMethod(self._on_replay), turn=turn,
             )  # fmt: skip
 
     def _on_replay(self, graph: CapturedGraph) -> None:
@@ -219,6 +223,12 @@ class Ring:
             if not driver.is_capturing(self.device):
                 self._streams.enter()
             self._replays.note(graph, len(self._layout_ids))
+
+    def choose_turns(self, in_turn: Sequence[bool]) -> None:
+        """Which units replays record from here on, after ``advance``; those beyond are. Does not wait."""
+        with self._lock, torch.no_grad():
+            if self._replays.choose_turns(in_turn):
+                self._streams.stepped()
 
     def take_replays(self, tick: int) -> Replayed:
         """The verdict of ``tick`` has come: put what graphs recorded in it into ``index``. Does not wait."""

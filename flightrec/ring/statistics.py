@@ -64,8 +64,8 @@ class StatisticsMatrix:
         """First of ``num_rows`` new rows in one block; what is left of a block that is too short is never written."""
         left = self._end_row - self._next_row
         if left < num_rows:
-            self.num_rows += left
             self._open(max(num_rows, min(max(self.num_allocated_rows, FIRST_BLOCK_ROWS), LARGEST_BLOCK_ROWS)))
+            self.num_rows += left
         self.num_rows += num_rows
         self._next_row += num_rows
         return self._next_row - num_rows
@@ -127,9 +127,9 @@ class StatisticsMatrix:
             self._blocks.append(new)
 
     def _open(self, num_rows: int) -> None:
-        self._next_row = self.num_allocated_rows
-        self._end_row = self._next_row + num_rows
-        self._blocks.append(self._allocate(self._next_row, num_rows))
+        first_row = self.num_allocated_rows
+        self._blocks.append(self._allocate(first_row, num_rows))  # which may fail, and be tried again
+        self._next_row, self._end_row = first_row, first_row + num_rows
 
     def _allocate(self, first_row: int, num_rows: int) -> _Block:
         return _Block(

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 
 import torch
 
+from flightrec.kernels import driver
+
 
 class Streams:
     """Remembers who recorded since the last step, and what each stream still has to wait for."""
@@ -74,7 +76,7 @@ class Streams:
             return
         current = torch.cuda.current_stream(self._device)
         if self._allocator is None:
-            self._allocator = torch.cuda.Stream(self._device)
+            self._allocator = driver.own_stream(self._device, "ring")
         self._allocator.wait_stream(current)
         try:
             with torch.cuda.stream(self._allocator):

@@ -43,6 +43,9 @@ ALL_STATISTICS = "[min, max, mean, std, l1_norm, l2_norm, cur_amax, dynamic_rang
 SETTLING_STEPS = 4
 """Of a model that was made anew, before anything is timed."""
 
+SETTLING_STEPS_IN_TURNS = 32
+"""Of a recorder, before its steps are timed."""
+
 Open = Callable[[TeRun], contextlib.AbstractContextManager[Bare]]
 
 
@@ -130,8 +133,10 @@ def trainscope(run: TeRun) -> Iterator[Bare]:
 
 def ways(num_pairs: int) -> dict[str, Way]:
     """Rows by name; the slow ones have few steps."""
-    often = Plan(num_steps=12, max_pairs=num_pairs, min_pairs=min(8, num_pairs))
-    whole = Plan(num_steps=12, max_pairs=max(1, num_pairs // 3), min_pairs=min(4, max(1, num_pairs // 3)))
+    # Under a budget tensors are first seen for a whole round of turns: that is no steady state.
+    often = Plan(num_steps=12, num_warm_up=SETTLING_STEPS_IN_TURNS, max_pairs=num_pairs, min_pairs=min(8, num_pairs))
+    third = max(1, num_pairs // 3)
+    whole = Plan(num_steps=12, num_warm_up=SETTLING_STEPS_IN_TURNS, max_pairs=third, min_pairs=min(4, third))
     some = Plan(num_steps=6, num_warm_up=4, min_pairs=4, max_pairs=4, num_looks=4)
     few = Plan(num_steps=3, num_warm_up=2, min_pairs=2, max_pairs=2, num_looks=1, num_host_steps=1)
     once = Plan(num_steps=1, num_warm_up=0, min_pairs=1, max_pairs=1, num_looks=1, num_host_steps=0)
