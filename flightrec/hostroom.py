@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
@@ -11,14 +12,26 @@ from flightrec.errors import WriterError
 from flightrec.ring.memory import format_bytes, free_memory_bytes
 from flightrec.writer.host_memory import HostMemory
 
+logger = logging.getLogger("flightrec")
 
-def host_memory(num_bytes: int | None) -> HostMemory | None:
+
+def host_memory(num_bytes: int | None, older_iterations: int = 0) -> HostMemory | None:
     """The memory of the host tier, shared with the writer; None when none is asked for.
+
+    Args:
+        num_bytes: ``ring.host_memory``.
+        older_iterations: ``incident.older_iterations``, which needs it.
 
     Raises:
         WriterError: the machine, or the control group that the process is in, does not have it.
     """
     if not num_bytes:
+        if older_iterations:
+            logger.warning(
+                "flightrec: incident.older_iterations: %d is ignored: expected ring.host_memory beside it, which holds "
+                "them; set ring.host_memory, such as 64 GiB, or remove incident.older_iterations",
+                older_iterations,
+            )
         return None
     check_room(num_bytes, _int_of("LOCAL_WORLD_SIZE"), *machine_memory())
     try:

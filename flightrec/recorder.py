@@ -89,7 +89,7 @@ class Recorder:
         self._environment: Mapping[str, Any] = {}
         self._closed = False
         self._history = history_memory(self._config.history)
-        self._host = host_memory(self._config.ring.host_memory)
+        self._host = host_memory(self._config.ring.host_memory, self._config.incident.older_iterations)
         self._client = self._start_writer()
         listen(self)
         follow(self)

@@ -35,6 +35,11 @@ def broken():
 def bad_step():
     return small()[0], lambda: 1 / 0
 
+def late_step():
+    model, step = small()
+    left = iter(range(3))
+    return model, lambda: step() if next(left, None) is not None else 1 / 0
+
 def empty():
     return torch.nn.ReLU(), lambda: None
 
@@ -101,6 +106,7 @@ def test_documents_of_another_version_are_refused(folder: Path) -> None:
         (("--model", "bench_models:alone"), ("gave a Sequential", "(model, step)")),
         (("--model", "bench_models:broken"), ("no such checkpoint", "(model, step)")),
         (("--model", "bench_models:bad_step"), ("without a recorder", "ZeroDivisionError")),
+        (("--model", "bench_models:late_step"), ("step() failed", "ZeroDivisionError", "can be repeated")),
         (("--model", "bench_models:empty"), ("no parameters",)),
         (("--model", "bench_models:fixed", "--tokens", 4), ("no parameter `tokens`", "leave --tokens out")),
         (("--model", "bench_models:fixed", "--device", "tpu"), ("--device tpu", "expected cuda or cpu")),

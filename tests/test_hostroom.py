@@ -40,3 +40,9 @@ def test_none_is_none():
 def test_the_recorder_refuses_before_anything_is_started(tmp_path):
     with pytest.raises(WriterError, match=r"ring.host_memory: expected at most the .* got 1024.0 TiB"):
         flightrec.Recorder({"ring": {"host_memory": "1 PiB"}}, directory=tmp_path)
+
+
+def test_older_iterations_without_memory_for_them_are_told_to_be_ignored(tmp_path, caplog):
+    flightrec.Recorder({"incident": {"older_iterations": 3, "writer": "thread"}}, directory=tmp_path).close()
+    assert "incident.older_iterations: 3 is ignored" in caplog.text
+    assert "set ring.host_memory" in caplog.text

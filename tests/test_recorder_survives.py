@@ -176,6 +176,25 @@ def test_a_writer_killed_right_after_the_fault_loses_nothing_that_the_ring_holds
     assert math.isnan(record.high_precision[0])
 
 
+def test_a_writer_killed_with_all_of_an_incident_in_its_inbox_loses_nothing(tmp_path):
+    with flightrec.Recorder(config(), directory=tmp_path) as recorder:
+        steps(recorder, 8)
+        flusher = recorder._capture.engine.flusher
+        client = flusher._outbox.client
+        assert client.wait_ready(60)
+        os.kill(client.pid, signal.SIGSTOP)
+        steps(recorder, 2, fault=8)
+        assert not flusher.busy
+        os.kill(client.pid, signal.SIGKILL)
+        while client.alive:
+            time.sleep(0.01)
+        steps(recorder, 1)
+    incident = only(tmp_path)
+    assert [entry.iteration for entry in incident.iterations] == [6, 7, 8, 9]
+    (record,) = incident.records(tensor="output", iteration=8)
+    assert math.isnan(record.high_precision[0])
+
+
 def test_a_writer_that_dies_again_and_again_is_given_up_and_said_so(tmp_path, caplog):
     with flightrec.Recorder(config(), directory=tmp_path) as recorder:
         steps(recorder, 2)

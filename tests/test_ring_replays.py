@@ -131,6 +131,27 @@ def test_random_replays_are_found_where_they_were_made(seed, num_graphs, num_rep
                     assert (contents(ring, slot, by_key[layer, microbatch]) == number).all()
 
 
+def test_a_microbatch_that_was_not_replayed_keeps_a_key_of_its_own():
+    ring = Ring("cpu", iterations=2, graph_replays=2)
+    ring.begin(0)
+    graph = Graph(ring, ["a", "b"])
+    num_layouts = []
+    for tick in range(5):
+        if tick != 2:  # a first microbatch of another shape runs eagerly
+            ring.record(key("a"), high_precision=torch.full((3,), -1.0))
+        graph.replay(10)
+        graph.replay(20)
+        end(ring, tick)
+        here = layouts(ring, tick)
+        assert len({one.key for one in here}) == len(here) == (4 if tick == 2 else 5)
+        slot = ring.slots.decode(ring.slots.state).slot_of(tick)
+        found = [(one.key.layer, one.key.microbatch, one.key.call, contents(ring, slot, one)[0].item()) for one in here]
+        eager, call = ([("a", 0, 0, -1)], 1) if tick != 2 else ([], 0)
+        assert found == [*eager, ("a", 0, call, 10), ("b", 0, 0, 11), ("a", 1, 0, 20), ("b", 1, 0, 21)]
+        num_layouts.append(len(ring.layouts))
+    assert num_layouts[0] == num_layouts[-1], "nothing new, tick by tick"
+
+
 def test_a_replay_too_many_is_counted_told_once_and_harms_nothing():
     ring = Ring("cpu", iterations=1, graph_replays=2)
     ring.begin(0)

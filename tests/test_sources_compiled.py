@@ -174,6 +174,17 @@ def test_what_the_compiler_keeps_apart_is_named_and_runs_as_without_us():
     assert sink.find("a.relu", "output", 1)
 
 
+def test_an_export_holds_nothing_of_ours_and_hides_nothing_of_the_run():
+    model, sink = Net(), RecordingSink()
+    x = torch.randn(4, 8)
+    with Watch(model, sink):
+        exported = torch.export.export(model, (x,), strict=False)
+        assert not any("flightrec" in str(node.target) for node in exported.graph.nodes)
+        assert not sink.blinds
+        model(x)
+    assert sink.find("a.fc", "activation")
+
+
 def test_evaluation_in_a_compiled_region_is_evaluation():
     model, sink = Straight(), RecordingSink(tensors={"output"}, phases=(Phase.TRAIN, Phase.EVAL))
     call = torch.compile(model, backend="aot_eager")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
@@ -13,8 +15,10 @@ from storage_samples import Sample, firing, plain, write_incident
 from flightrec.errors import IncidentError, MissingExtraError
 from flightrec.records import Key
 from flightrec.storage import pack
+from flightrec.storage.disk import ForgivingFile
 from flightrec.storage.pack import chunk_shape, pack_folder
 from flightrec.storage.read import open_incident
+from flightrec.writer.folders import remove_marker, write_marker
 
 FILTERS = [
     "gzip",
@@ -125,9 +129,49 @@ def test_nothing_is_replaced_and_what_is_no_incident_is_refused(incident: Path, 
     assert not (tmp_path / "packed").exists()
 
 
+def test_what_is_still_written_is_not_packed_without_what_is_to_come(incident: Path, tmp_path: Path) -> None:
+    write_marker(incident, 0)
+    with pytest.raises(IncidentError, match="is not finished"):
+        pack_folder(incident, str(tmp_path / "packed"), "gzip", 4)
+    remove_marker(incident, 0)
+    assert pack_folder(incident, str(tmp_path / "packed"), "gzip", 4)["num_arrays"] > 0
+
+
+def test_no_copy_goes_into_the_incident_itself(incident: Path, tmp_path: Path) -> None:
+    before = sorted(incident.iterdir())
+    (tmp_path / "link").symlink_to(incident)
+    for output in (incident / "packed", incident / "deep" / "packed", tmp_path / "link" / "packed"):
+        with pytest.raises(IncidentError, match="inside the incident"):
+            pack_folder(incident, str(output), "gzip", 4)
+    assert sorted(incident.iterdir()) == before
+
+
+_PACK_ON_A_SMALL_DISK = """
+import resource, sys
+from pathlib import Path
+from flightrec.errors import WriterError
+from flightrec.storage.pack import pack_folder
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+try:
+    pack_folder(Path(sys.argv[1]), sys.argv[2], "gzip", 1)
+except WriterError as error:
+    sys.exit(f"refused: {error}")
+"""
+
+
+def test_a_full_disk_is_told_and_does_not_crash_hdf5(incident: Path, tmp_path: Path) -> None:
+    (facts,) = incident.glob("*.facts.h5")
+    for limit in (facts.stat().st_size // 2, facts.stat().st_size + 200_000):  # in the facts, and in the tensors
+        command = [sys.executable, "-c", _PACK_ON_A_SMALL_DISK, str(incident), str(tmp_path / "packed"), str(limit)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 1, done
+        assert "cannot be written, File too large" in done.stderr
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
+
+
 def test_what_does_not_come_back_is_not_published(incident: Path, tmp_path: Path, monkeypatch) -> None:
-    def spoil(old: h5py.Dataset, new: h5py.Dataset) -> int:
-        crc = copy(old, new)
+    def spoil(old: h5py.Dataset, new: h5py.Dataset, disk: ForgivingFile) -> int:
+        crc = copy(old, new, disk)
         if new.size > 1000:
             new[0] = 0
         return crc

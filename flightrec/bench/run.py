@@ -94,8 +94,5 @@ def _try_step(workload: Workload) -> None:
     """One step before anything is attached: what fails here is not the recorder's."""
     try:
         workload.step()
-    except Exception as error:
-        raise AttachError(
-            f"{workload.name}: step() failed without a recorder, {type(error).__name__}: {error}; expected one whole "
-            "iteration that can be repeated"
-        ) from error
+    except AttachError as error:
+        raise AttachError(f"{error}. It failed without a recorder") from error

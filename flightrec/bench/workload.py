@@ -83,7 +83,22 @@ def build(factory: Callable[..., Any], target: str, device: str | None, num_toke
             "parameter `device`"
         )
     size = "" if num_tokens is None else f", {num_tokens} tokens"
-    return Workload(f"{type(model).__name__} of {target}{size}", model, step, where)
+    return Workload(f"{type(model).__name__} of {target}{size}", model, _telling(step, target), where)
+
+
+def _telling(step: Callable[[], object], target: str) -> Callable[[], object]:
+    """The user's step, whose failure is told as theirs. In both arms, so that it costs the same in both."""
+
+    def run() -> object:
+        try:
+            return step()
+        except Exception as error:
+            raise AttachError(
+                f"--model {target}: step() failed, {type(error).__name__}: {error}; expected one whole iteration that "
+                "can be repeated as often as is measured"
+            ) from error
+
+    return run
 
 
 def _parameters(factory: Callable[..., Any]) -> frozenset[str]:

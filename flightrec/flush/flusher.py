@@ -38,6 +38,8 @@ MAX_EXTENSIONS = 2
 NOT_IN_TURN = "*"
 """Stands in ``/blind`` for the layers whose turn an iteration was not."""
 
+WITH_THE_WRITER = "the writer died before it had written them, and their slot had been released"
+
 MAX_PRECURSORS = 200
 """Latest firings that wrote no incident (``watch``, or beyond a limit); the next incident tells them."""
 
@@ -80,6 +82,8 @@ class Flusher:
         self._log = log
         self._history = history
         self._incidents: list[OpenIncident] = []
+        self._handed_over: dict[int, OpenIncident] = {}
+        """By number: all of it is with the writer, which has not said yet that it is on disk."""
         self._next_number = 0
         self._slot_of: dict[int, int] = {}
         self._held: set[int] = set()
@@ -136,11 +140,13 @@ class Flusher:
         elif self._outbox.dead:
             self._copies.abandon()
             self._incidents.clear()
+            self._handed_over.clear()
         moved = self._copies.advance(self._incidents) or moved
         is_copying = self._copies.is_copying
         for incident in [i for i in self._incidents if i.facts_ended and not i.to_stage and not is_copying(i)]:
             self._post(messages.end(incident.number, incident.blind))
             self._incidents.remove(incident)
+            self._handed_over[incident.number] = incident
             moved = True
         return self._outbox.send_waiting() or moved
 
@@ -268,20 +274,25 @@ class Flusher:
     def _count(self, firing: Firing, tick: int) -> None:
         self._limits.count(self._rule_index[firing.rule], tick, firing.severity)
 
-    def _add_tick(self, incident: OpenIncident, tick: int) -> None:
-        is_safe = tick in self._slot_of and tick in self._held  # else the slot may be overwritten before it is staged
+    def _add_tick(self, incident: OpenIncident, tick: int, lost: str = "") -> None:
+        """Tell the writer one iteration; ``lost``: why its slot is not to be copied, if that is so."""
+        is_there = not lost and tick in self._slot_of
+        is_safe = is_there and tick in self._held  # else the slot may be overwritten before it is staged
         kept = None if self._tier is None or is_safe else self._tier.get(tick)
         info = self._log.get(tick) if kept is None else kept.info
-        if info is None:  # before the first iteration
+        if info is None:  # before the first iteration, or forgotten
+            row: messages.Blind = (-1, -1, "", "", f"iterations of the incident: {lost}")
+            if lost and row not in incident.blind:
+                incident.blind.append(row)
             return
         self._send_iteration(incident, info, self._view_of(tick), kept)
         if info.left_out:
             incident.blind.append((info.attempt, info.iteration, NOT_IN_TURN, "", info.left_out))
-        if tick in self._slot_of and kept is None:
+        if is_there and kept is None:
             incident.to_stage.append(tick)
             self._held.add(tick)
             return
-        self._take_from_tier(incident, info)
+        self._take_from_tier(incident, info, lost)
 
     def _add_older(self, incident: OpenIncident, before: int) -> None:
         """Tell the iterations of the host tier from before the tick ``before``, and as many as the ring's are lost."""
@@ -291,12 +302,12 @@ class Flusher:
         for tick in self._tier.choose(before, incident.trigger_tick, lost):
             self._add_tick(incident, tick)
 
-    def _take_from_tier(self, incident: OpenIncident, info: TickInfo) -> None:
+    def _take_from_tier(self, incident: OpenIncident, info: TickInfo, lost: str = "") -> None:
         """No slot has this iteration: the writer finds it in the host tier, or it is blind."""
         if self._tier is not None and self._tier.get(info.tick) is not None:
             self._tier.hold(incident.number, info.tick)
         else:
-            incident.blind.append((info.attempt, info.iteration, "", "", self._why_lost))
+            incident.blind.append((info.attempt, info.iteration, "", "", lost or self._why_lost))
 
     def _may_be_needed(self, tick: int) -> bool:
         return any(not i.facts_ended and i.trigger_tick < tick <= i.end_tick for i in self._incidents)
@@ -307,14 +318,23 @@ class Flusher:
         self._outbox.post(message)
 
     def _tell_anew(self) -> None:
-        """A new writer knows nothing: tell it the open incidents, and copy what the ring still holds of them."""
+        """A new writer knows nothing: tell it what is not on disk, and copy what the ring still holds of it.
+
+        Slots that were copied are released, and on CUDA they may hold another iteration before the host hears of it:
+        what the dead writer had of those is lost, unless the host tier has it.
+        """
+        sure = self._copies.ticks.union(*(incident.to_stage for incident in self._incidents))
+        is_up_to_date = self._ring.device.type == "cpu"  # the latest verdict is of now
         self._copies.renew()
+        self._incidents = [*self._handed_over.values(), *self._incidents]
+        self._handed_over.clear()
         for incident in self._incidents:
             ticks, incident.ticks, incident.to_stage, incident.blind = incident.ticks, [], [], []
             history = self._history.columns()
             self._post(messages.open_incident(incident.number, incident.primary, incident.firings, history=history))
             for tick in ticks:
-                self._add_tick(incident, tick)
+                is_there = tick in sure or (is_up_to_date and tick in self._slot_of)
+                self._add_tick(incident, tick, "" if is_there else WITH_THE_WRITER)
             incident.to_stage.sort(key=lambda tick: (tick > incident.trigger_tick, -tick))
             if incident.facts_ended:
                 self._end_facts(incident)
@@ -362,6 +382,7 @@ class Flusher:
         received = self._outbox.poll()
         for message in received:
             if message.kind == "incident_done":
+                self._handed_over.pop(message.header.get("incident", -1), None)
                 self.done = [*self.done[-99:], dict(message.header)]
                 self._release_tier(message.header.get("incident"))
                 logger.info("flightrec: incident complete: %s", message.header.get("path"))
@@ -376,6 +397,7 @@ class Flusher:
 
     def _forget(self, number: object) -> None:
         self._release_tier(number)
+        self._handed_over = {known: one for known, one in self._handed_over.items() if known != number}
         self._incidents = [incident for incident in self._incidents if incident.number != number]
         self._copies.cancel(number)
 

@@ -108,8 +108,12 @@ def allocate(device: torch.device, make: Callable[[], _T]) -> _T:
             errors.append(error)
 
     thread = threading.Thread(target=run, name="flightrec-memory")
-    thread.start()
-    thread.join()
+    try:
+        thread.start()
+    except RuntimeError:  # a limit of the process, or the interpreter ends: the memory is needed all the same
+        run()
+    else:
+        thread.join()
     if errors:
         raise errors[0]
     return done[0]

@@ -25,7 +25,7 @@ import torch
 from flightrec.kernels import replays as words_of
 from flightrec.kernels.driver import allocate
 from flightrec.kernels.pinned import HostBuffer
-from flightrec.records import NO_MICROBATCH
+from flightrec.records import NO_MICROBATCH, Key
 from flightrec.ring.captured import CapturedGraph, Recorded
 from flightrec.ring.memory import format_bytes
 from flightrec.ring.registry import Registry
@@ -113,6 +113,8 @@ class Replays:
         self._snapshots: OrderedDict[int, tuple[_Snapshot, list[tuple[CapturedGraph, int]], list[bool]]] = OrderedDict()
         self._free: list[_Snapshot] = []
         self._most_replays = 0
+        self._told_apart: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._others: dict[tuple[int, Key], int] = {}
         self._num_taken = 0  # ticks with replays
 
     # -- while a graph is captured
@@ -253,11 +255,52 @@ class Replays:
             placed.append((before.get((graph, replay), len(layout_ids)), order, ids))
             result.num_microbatches = max(result.num_microbatches, (position + 1) * graph.num_microbatches)
             self._most_replays = max(self._most_replays, replay + 1)
-        self._registry.announce()
         _insert(layout_ids, placed)
+        self._tell_apart(layout_ids)
+        self._registry.announce()
         self._num_taken += 1
         result.advice = self._advice() if self._num_taken == 2 else ""
         return result
+
+    def _tell_apart(self, layout_ids: list[int]) -> None:
+        """Give the later of two records of one key, as of an eager microbatch and a replay, the next free ``call``.
+
+        Worked out once for each list of records.
+        """
+        before = tuple(layout_ids)
+        told_apart = self._told_apart.get(before)
+        if told_apart is None:
+            if len(self._told_apart) >= MAX_REMEMBERED_TICKS:
+                self._told_apart.clear()
+            told_apart = self._told_apart[before] = self._with_keys_of_their_own(before)
+        if told_apart is not before:
+            layout_ids[:] = told_apart
+
+    def _with_keys_of_their_own(self, layout_ids: tuple[int, ...]) -> tuple[int, ...]:
+        layouts = self._registry.layouts
+        keys = {layouts[number].key for number in layout_ids}
+        if len(keys) == len(layout_ids):
+            return layout_ids
+        seen: set[Key] = set()
+        told_apart = list(layout_ids)
+        for at, number in enumerate(layout_ids):
+            key = layouts[number].key
+            if key in seen:
+                while key in keys:
+                    key = dataclasses.replace(key, call=key.call + 1)
+                keys.add(key)
+                told_apart[at] = self._raised(number, key)
+            seen.add(key)
+        return tuple(told_apart)
+
+    def _raised(self, number: int, key: Key) -> int:
+        """The layout ``number`` under another key; made at first sight."""
+        raised = self._others.get((number, key))
+        if raised is None:
+            layouts = self._registry.layouts
+            raised = self._others[number, key] = len(layouts)
+            layouts.append(dataclasses.replace(layouts[number], layout_id=raised, key=key))
+        return raised
 
     def _advice(self) -> str:
         """More room than is used, in the second iteration with replays: nobody knew it when the memory was taken."""

@@ -272,6 +272,8 @@ def _is_watched(module_id: int, _generation: int) -> bool:
 def _place(module_id: int, kind: str, paths: tuple[str, ...], has_gradients: bool, _generation: int) -> int:
     """Number of a new place, or ``_NOWHERE`` with the reason told."""
     with contained("tracing a compiled region"):
+        if torch.compiler.is_exporting():  # what is exported is no part of the run: there is nothing to tell either
+            return _NOWHERE
         targets = tuple(target for target in lookup(module_id) if target.wants(kind))
         if not targets:
             return _NOWHERE
@@ -312,15 +314,12 @@ _NESTED = (
     "is not observed there"
 )
 _TRANSFORMED = "torch.compile: it runs inside a functorch transform and is not observed there"
-_EXPORTED = "it is exported"
 
 
 def _why_not() -> str:
     """Reason why nothing can be put into the graph where the compiler is, or the empty text."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    if torch.compiler.is_exporting():
-        return _EXPORTED
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return _TRANSFORMED
     return _NESTED if InstructionTranslator.current_tx().output.current_tracer.parent is not None else ""

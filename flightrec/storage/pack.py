@@ -6,6 +6,7 @@ read, and read back and compared bit by bit before the new folder gets its name.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import tempfile
@@ -17,8 +18,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from flightrec.errors import IncidentError
+from flightrec.errors import IncidentError, WriterError
 from flightrec.storage import commit, files, filters, schema, text
+from flightrec.storage.disk import ForgivingFile
 from flightrec.storage.read import open_incident
 
 CHUNK_BYTES = 1 << 20
@@ -28,6 +30,13 @@ SMALLEST_BYTES = 4096
 """Smaller arrays stay as they are: a chunk costs more than it saves."""
 
 _TABLES = ("components", "firings", "blind", "names")
+
+_MARKERS = ".rank*.writer.json"
+"""What stands in a folder as long as a writer works in it; see ``writer.folders``."""
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+Told = dict[str, int]
 
 
 def pack_folder(path: Path, output: str, filter_name: str, level: int) -> dict[str, Any]:
@@ -43,9 +52,10 @@ def pack_folder(path: Path, output: str, filter_name: str, level: int) -> dict[s
         ``output``, ``bytes_before``, ``bytes_after``, ``num_arrays``, ``payload_before``, ``payload_after``.
 
     Raises:
-        IncidentError: it is no incident, is damaged, or ``output`` exists; nothing is left behind.
+        IncidentError: it is no incident, is damaged, is still written, or ``output`` exists or lies inside of it;
+            nothing is left behind.
         MissingExtraError: the filter needs a package that is not installed.
-        OSError: the disk refuses; nothing is left behind.
+        WriterError: the disk refuses; nothing is left behind.
     """
     target = Path(output)
     filters.load(filter_name)
@@ -53,12 +63,15 @@ def pack_folder(path: Path, output: str, filter_name: str, level: int) -> dict[s
         raise IncidentError(f"{path}: is no folder; pack takes an incident's folder")
     with open_incident(path) as incident:
         incident.trigger  # noqa: B018  # what cannot be read at all is not packed
+    _refuse_unfinished(path)
     if os.path.lexists(target):
         raise IncidentError(f"{target}: exists and is never replaced; choose another --output")
+    if target.resolve().is_relative_to(path.resolve()):
+        raise IncidentError(f"{target}: lies inside the incident, which is only read; choose another --output")
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
     try:
-        told = {"num_arrays": 0, "payload_before": 0, "payload_after": 0}
+        told = _nothing_told()
         sources = sorted(entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith("."))
         for source in sources:
             if _kind(source) == schema.TENSORS:
@@ -76,10 +89,27 @@ def pack_folder(path: Path, output: str, filter_name: str, level: int) -> dict[s
             raise IncidentError(f"{target}: exists by now and is never replaced; choose another --output")
         scratch.rename(target)
         commit.synchronize(target.parent)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(scratch, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            raise WriterError(_refused(error)) from error
         raise
     return {"output": str(target), **told}
+
+
+def _refuse_unfinished(path: Path) -> None:
+    """A copy of half an incident would look like a whole one: nothing in it says that more was to come.
+
+    Raises:
+        IncidentError: a writer works in the folder, or died there.
+    """
+    markers = sorted(entry.name for entry in path.glob(_MARKERS))
+    if markers:
+        raise IncidentError(
+            f"{path}: is not finished, {', '.join(markers)} is there: a writer works on it, or died; expected an "
+            "incident that is written. Pack it later; what a writer that died left is salvaged when the next run "
+            "starts in the same directory"
+        )
 
 
 def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -94,43 +124,74 @@ def chunk_shape(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(chunk)
 
 
-def _pack_file(source: Path, target: Path, filter_name: str, level: int) -> dict[str, int]:
+def _nothing_told() -> Told:
+    return {"num_arrays": 0, "payload_before": 0, "payload_after": 0}
+
+
+def _pack_file(source: Path, target: Path, filter_name: str, level: int) -> Told:
     """One tensors file."""
-    told = {"num_arrays": 0, "payload_before": 0, "payload_after": 0}
-    with (
-        files.reading(source),
-        h5py.File(source, "r", locking=False) as old,
-        h5py.File(target, "x", libver=schema.LIBVER, locking=False) as new,
-    ):
-        filters.need(source, old)
-        expected = _checksums(old)
-        complete = old.attrs["complete"]
-        _copy_attributes(old, new)
-        new.attrs.modify("complete", np.uint8(0))
-        new.attrs["packed"] = text.to_json_text({"filter": filter_name, "level": level})
-        for name in _TABLES:
-            if name in old:
-                table = old[name][()]
-                if name == "components":
-                    table["offset"] = -1  # no array is one range of the file any more
-                new.create_dataset(name, data=table, dtype=old[name].dtype)
-        for path, dataset in _arrays(old):
-            form = str(text.read_attribute(dataset, "format"))
-            packed = _pack_array(dataset, new, path, form, filter_name, level)
-            crc = _copy(dataset, packed)
-            record = int(dataset.attrs["record"])
-            known = expected.get((record, path.rsplit("/", maxsplit=1)[1]))
-            if expected and known is not None and known != crc:
-                raise IncidentError(f"{source}: {path} is damaged: crc32 is {crc:08x}, expected {known:08x}")
-            told["num_arrays"] += 1
-            told["payload_before"] += dataset.nbytes
-            told["payload_after"] += packed.id.get_storage_size()
-        new.flush()
-        new.attrs.modify("complete", complete)
+    disk = ForgivingFile(target)
+    try:
+        with (
+            files.reading(source),
+            h5py.File(source, "r", locking=False) as old,
+            h5py.File(disk, "w", libver=schema.LIBVER, locking=False) as new,
+        ):
+            told = _fill(source, old, new, disk, filter_name, level)
+        _check(disk)
+    finally:
+        disk.close()
     with files.reading(target), h5py.File(source, "r", locking=False) as old, h5py.File(target, "r") as new:
         for path, dataset in _arrays(old):
             _compare(target, path, dataset, new[path])
     return told
+
+
+def _fill(source: Path, old: h5py.File, new: h5py.File, disk: ForgivingFile, filter_name: str, level: int) -> Told:
+    """Attributes, tables, and arrays in chunks."""
+    told = _nothing_told()
+    filters.need(source, old)
+    expected = _checksums(old)
+    complete = old.attrs["complete"]
+    _copy_attributes(old, new)
+    new.attrs.modify("complete", np.uint8(0))
+    new.attrs["packed"] = text.to_json_text({"filter": filter_name, "level": level})
+    for name in _TABLES:
+        if name in old:
+            table = old[name][()]
+            if name == "components":
+                table["offset"] = -1  # no array is one range of the file any more
+            new.create_dataset(name, data=table, dtype=old[name].dtype)
+    for path, dataset in _arrays(old):
+        form = str(text.read_attribute(dataset, "format"))
+        packed = _pack_array(dataset, new, path, form, filter_name, level)
+        crc = _copy(dataset, packed, disk)
+        record = int(dataset.attrs["record"])
+        known = expected.get((record, path.rsplit("/", maxsplit=1)[1]))
+        if expected and known is not None and known != crc:
+            raise IncidentError(f"{source}: {path} is damaged: crc32 is {crc:08x}, expected {known:08x}")
+        told["num_arrays"] += 1
+        told["payload_before"] += dataset.nbytes
+        told["payload_after"] += packed.id.get_storage_size()
+    new.flush()
+    new.attrs.modify("complete", complete)
+    return told
+
+
+def _check(disk: ForgivingFile) -> None:
+    """Ask for what HDF5 is never told, because it would crash in the end: that the disk refused something.
+
+    Raises:
+        WriterError: it did.
+    """
+    if disk.error is not None:
+        raise WriterError(_refused(disk.error)) from disk.error
+
+
+def _refused(error: OSError) -> str:
+    return (
+        f"the packed copy cannot be written, {error.strerror or error}; nothing of it is left, choose another --output"
+    )
 
 
 def _pack_array(
@@ -147,12 +208,13 @@ def _pack_array(
     return packed
 
 
-def _copy(old: h5py.Dataset, new: h5py.Dataset) -> int:
-    """Copy all elements; their crc32."""
+def _copy(old: h5py.Dataset, new: h5py.Dataset, disk: ForgivingFile) -> int:
+    """Copy all elements; their crc32. Raises ``WriterError`` if the disk refuses."""
     crc = 0
     for part in _parts(new):
         values = old[part]
         new[part] = values
+        _check(disk)
         crc = zlib.crc32(_bytes(values), crc)
     return crc
 
