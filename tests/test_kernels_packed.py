@@ -190,3 +190,13 @@ def test_the_format_of_the_columns_words_is_that_of_its_family():
     info = QuantizerInfo("x", FP4, "multiply_to_decode", (1, 16), {"scheme": "nvfp4"})
     plan = build_plan(case.x, QuantizedParts(info, components, case.parts.formats, pair_codes="data"))
     assert dict(plan.scales) == {1: E4M3, 2: "float32", 3: "uint8"}
+
+
+@pytest.mark.usefixtures("few_at_once")
+@pytest.mark.parametrize("unscaled", [True, False])
+def test_codes_without_a_scale(unscaled, by_reference):
+    """Their values are the values, or what they mean is not known."""
+    codes = torch.arange(48, dtype=torch.uint8).view(3, 16)
+    x = torch.linspace(-8, 8, 96).view(3, 32).bfloat16()
+    compare(x, [codes], CapturePlan(codes=0, format=FP4, pairs=True, unscaled=unscaled))
+    assert not by_reference

@@ -28,8 +28,10 @@ def _decode(codes, CODES: tl.constexpr):
     """Codes in the low bits of int32 words as float32, exactly; NaN and Inf come out finite."""
     if CODES == FP4:
         bits = ((codes & 8) << 28) | ((codes & 7) << 22)
-        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # two to the 126
-    return pairing.decode(codes << 24, CODES) * pairing.unit_of(CODES)
+        x = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # two to the 126
+    else:
+        x = pairing.decode(codes << 24, CODES) * pairing.unit_of(CODES)
+    return x
 
 
 @triton.jit
@@ -192,30 +194,30 @@ def _factor(
     ``lanes``: of a row; EACH: every column has a word of its own. Lanes behind the end have the last one's.
     """
     judged = tl.full([1, 1, 1], 1.0, tl.float32)
-    if not SCALED:
-        return judged, judged
-    lane = tl.minimum(start + tl.arange(0, ROWS), n - 1)
-    row = pairing.divided(lane, lanes_magic, lanes_shift)
-    column = lane - row * lanes
-    scale_row = pairing.divided(row, rows_magic, rows_shift)
-    place = scale_row * row_stride
-    if EACH:
-        each = tl.arange(0, A_LANE)[None, :]
-        place = place[:, None] + (column[:, None] * A_LANE + each) * column_stride
-        raw = tl.load(scale_ptr + place)
-        raw = tl.reshape(raw, [ROWS, W, A_LANE // W])
-    else:
-        place += pairing.divided(column, block_magic, block_shift) * column_stride
-        raw = tl.load(scale_ptr + place)[:, None, None]
-    factor, _ = _word(raw, SCALE)
-    if SECOND == 1:
-        judged = judged * tl.load(second_ptr)
-        factor = factor * judged
-    elif SECOND == 2:
-        judged = tl.load(second_ptr + scale_row * second_stride)[:, None, None]
-        factor = factor * judged
-    if SCALE == 0:
-        judged = factor
+    factor = judged
+    if SCALED:
+        lane = tl.minimum(start + tl.arange(0, ROWS), n - 1)
+        row = pairing.divided(lane, lanes_magic, lanes_shift)
+        column = lane - row * lanes
+        scale_row = pairing.divided(row, rows_magic, rows_shift)
+        place = scale_row * row_stride
+        if EACH:
+            each = tl.arange(0, A_LANE)[None, :]
+            place = place[:, None] + (column[:, None] * A_LANE + each) * column_stride
+            raw = tl.load(scale_ptr + place)
+            raw = tl.reshape(raw, [ROWS, W, A_LANE // W])
+        else:
+            place += pairing.divided(column, block_magic, block_shift) * column_stride
+            raw = tl.load(scale_ptr + place)[:, None, None]
+        factor, _ = _word(raw, SCALE)
+        if SECOND == 1:
+            judged = judged * tl.load(second_ptr)
+            factor = factor * judged
+        elif SECOND == 2:
+            judged = tl.load(second_ptr + scale_row * second_stride)[:, None, None]
+            factor = factor * judged
+        if SCALE == 0:
+            judged = factor
     return factor, judged
 
 
