@@ -190,7 +190,9 @@ def test_what_the_kernels_do_not_know_is_the_references(by_reference):
         (
             x,
             [codes, scale, torch.tensor([2.0])],
-            dataclasses.replace(plan, scales=((1, "float32"), (2, "float32")), tensor_scale=2),
+            dataclasses.replace(
+                plan, scales=((1, "float32"), (2, "float32")), tensor_scale=2, multiply_to_decode=False
+            ),
         ),
     ]
     for number, (given, parts, wanted) in enumerate(unknown, start=1):

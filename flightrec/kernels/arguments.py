@@ -17,7 +17,7 @@ SIZES = {"values": (8, 2, 4), "codes": (8, 2, 4), "pair": (4, 2, 5), "pair_in_bl
 """(warps, lanes of 16 bytes a thread holds at once, programs an SM), by what a launch looks at: the best of those tried
 on an H200."""
 
-_EVERY = (1 << NUM_STATISTICS) - 1
+EVERY = (1 << NUM_STATISTICS) - 1
 _VALUES = (1 << Statistic.QUANTIZED_NUMEL) - 1
 _CODES = sum(1 << column for column in (8, 9, 10, 11, 12, Statistic.QUANTIZED_LARGEST))
 
@@ -39,7 +39,7 @@ class Part:
         kind = "values" if codes is None else "codes" if x is None else "pair_in_blocks" if known.grid else "pair"
         num_warps, unroll, programs_an_sm = SIZES[kind]
         rows = 32 * num_warps
-        lanes = -(-_num_bytes(codes if x is None else x) // 16)
+        lanes = -(-bytes_of(codes if x is None else x) // 16)
         device = known.destination.stamp.device
         num = num_programs(-(-lanes // (rows * unroll)), programs_an_sm, device)
         has_error = x is not None and codes is not None and (plan.scale >= 0 or plan.unscaled)
@@ -60,12 +60,12 @@ class Part:
             "UNROLL": unroll,
             "GROUP": GROUP,
         }
-        present = _present(known, x, codes, with_codes=with_codes, has_error=has_error)
-        owned = present if with_codes and not with_values and known.x is not None else _EVERY
-        static = [*_places_of(known, x, codes), *_sizes_of(x, codes), present, owned]
+        present = present_columns(known, x, codes, with_codes=with_codes, has_error=has_error)
+        owned = present if with_codes and not with_values and known.x is not None else EVERY
+        static = [*places_of(known, x, codes), *sizes_of(x, codes), present, owned]
         static += _words(known, plan.scale if constants["BLOCKS"] else -1)
         static += _words(known, known.more if with_codes else -1)
-        static += [*_lying(known, x), *_histories(known), *_small(known, with_codes=with_codes)]
+        static += [*_lying(known, x), *histories_of(known), *small_parts(known, with_codes=with_codes)]
         self._launch = Launch(fused.record_pass, num, device, static, constants, num_warps)
 
     def __call__(
@@ -116,7 +116,7 @@ _NO_TENSORS = [None] * (7 + finishing.MAX_SMALL)
 
 def copying(target: torch.Tensor, part: torch.Tensor) -> Launch | None:
     """The launch that copies a dense part and does no more; None for one that is not dense or has an odd size."""
-    num_bytes = _num_bytes(part)
+    num_bytes = bytes_of(part)
     if not (is_simple(part, 1) and num_bytes % 4 == 0 and is_aligned(target)):
         return None
     num_warps, unroll, programs_an_sm = SIZES["values"]
@@ -128,7 +128,7 @@ def copying(target: torch.Tensor, part: torch.Tensor) -> Launch | None:
     )
 
 
-def _present(
+def present_columns(
     known: Known, x: torch.Tensor | None, codes: torch.Tensor | None, *, with_codes: bool, has_error: bool
 ) -> int:
     """Bits of the statistics that this launch tells."""
@@ -144,7 +144,7 @@ def _present(
         columns += [Statistic.SQUARED_ERROR, Statistic.CLIPPED_COUNT, Statistic.RANGE_RATIO]
     if with_codes and plan.scale >= 0:
         columns += [Statistic.SCALE_NONFINITE_COUNT, Statistic.SCALE_MIN, Statistic.SCALE_MAX]
-        columns += [Statistic.ZERO_SCALE_COUNT] * has_error
+        columns += [Statistic.ZERO_SCALE_COUNT] * (has_error and known.counts_zero_scales)
         if known.grid is None:
             columns += [Statistic.SCALE_INVERSE_ERROR] * (plan.inverse >= 0)
             columns += [Statistic.HISTORY_RATIO] * (plan.history >= 0)
@@ -155,7 +155,7 @@ def _present(
     return found
 
 
-def _places_of(known: Known, x: torch.Tensor | None, codes: torch.Tensor | None) -> list[Any]:
+def places_of(known: Known, x: torch.Tensor | None, codes: torch.Tensor | None) -> list[Any]:
     """Where copies, row and stamp go, each with the slot's stride; that of copies in units of 16 bytes."""
     destination = known.destination
     places: list[Any] = []
@@ -169,11 +169,11 @@ def _places_of(known: Known, x: torch.Tensor | None, codes: torch.Tensor | None)
     return places
 
 
-def _sizes_of(x: torch.Tensor | None, codes: torch.Tensor | None) -> list[int]:
+def sizes_of(x: torch.Tensor | None, codes: torch.Tensor | None) -> list[int]:
     """Words of both, elements of both, elements of a row of both."""
     given = (x, codes)
     return [
-        *(_num_bytes(tensor) // 4 for tensor in given),
+        *(bytes_of(tensor) // 4 for tensor in given),
         *(0 if tensor is None else tensor.numel() for tensor in given),
         *(0 if tensor is None else elements_a_row(tensor) for tensor in given),
     ]
@@ -204,14 +204,15 @@ def magic_of(divisor: int) -> tuple[int, int]:
     return (1 << shift) // divisor + 1, shift
 
 
-def _histories(known: Known) -> list[int]:
+def histories_of(known: Known) -> list[int]:
+    """Stride and words of the past amaxes, words of the quantizer's own."""
     plan, parts = known.plan, known.parts
     history = parts[plan.history] if plan.history >= 0 else None
     stride = 1 if history is None or not history.dim() else history.stride(0)
     return [stride, 0 if history is None else history.numel(), parts[plan.amax].numel() if plan.amax >= 0 else 0]
 
 
-def _small(known: Known, *, with_codes: bool) -> list[Any]:
+def small_parts(known: Known, *, with_codes: bool) -> list[Any]:
     """Of each small component: stride, target, the slot's stride, words."""
     found: list[Any] = []
     small = known.small if with_codes else []
@@ -222,5 +223,6 @@ def _small(known: Known, *, with_codes: bool) -> list[Any]:
     return found + [1, None, 0, 0] * (finishing.MAX_SMALL - len(small))
 
 
-def _num_bytes(tensor: torch.Tensor | None) -> int:
+def bytes_of(tensor: torch.Tensor | None) -> int:
+    """0 for none."""
     return 0 if tensor is None else tensor.numel() * tensor.dtype.itemsize

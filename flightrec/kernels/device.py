@@ -1,9 +1,9 @@
 """Copy and statistics on the GPU by Triton kernels: the same results as ``reference``, in one launch.
 
-For dense tensors of the formats that training uses most: bfloat16, float16 and float32 values, FP8 codes with float32
-scales for a tensor or for blocks. Everything else goes to ``reference``. Launches on the caller's current stream and
-waits for nothing. What a place in the ring needs is worked out at its first record and kept on its ``Destination``;
-from then on a record is a look at its tensors' layout and a launch.
+For dense tensors of the formats that training uses: bfloat16, float16 and float32 values, FP8 codes with float32 scales
+for a tensor or for blocks, MXFP8, MXFP4 and NVFP4. Everything else goes to ``reference``. Launches on the caller's
+current stream and waits for nothing. What a place in the ring needs is worked out at its first record and kept on its
+``Destination``; from then on a record is a look at its tensors' layout and a launch.
 
 A kernel that cannot be compiled or launched (no compiler on the machine) ends the use of all of them, once and for all.
 """
@@ -20,6 +20,7 @@ from flightrec.kernels import reference
 from flightrec.kernels.arguments import Part, copying
 from flightrec.kernels.known import Known
 from flightrec.kernels.launch import Launch, stream_of
+from flightrec.kernels.packed_arguments import PackedPart
 from flightrec.kernels.plan import CapturePlan, Destination
 
 _PREPARED = -1
@@ -139,8 +140,12 @@ class Prepared:
         if not self.is_known:
             return
         both = x is None or known.codes is None or known.is_pair
-        wholes = [(True, True)] if both else [(True, False), (False, True)]
-        self._launches = [Part(known, with_values=values, with_codes=codes) for values, codes in wholes]
+        if known.is_packed:
+            alone = [] if both else [Part(known, with_values=True, with_codes=False)]
+            self._launches = [*alone, PackedPart(known, with_values=known.is_pair)]
+        else:
+            wholes = [(True, True)] if both else [(True, False), (False, True)]
+            self._launches = [Part(known, with_values=values, with_codes=codes) for values, codes in wholes]
         for at in known.others:
             target = destination.parts[at]
             assert target is not None

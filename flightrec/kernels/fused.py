@@ -30,7 +30,7 @@ _POINTERS = (
 
 
 @triton.jit
-def _put_values(
+def put_values(
     out, x_ptr, num_words, numel, counted, nonzero, amax, total, squares, KIND: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def _put_values(
 
 
 @triton.jit
-def _put_codes(out, numel, nonzero, first, second, third, RANGE: tl.constexpr):
+def put_codes(out, numel, nonzero, first, second, third, RANGE: tl.constexpr):
     finishing.put(out, 8, numel)
     finishing.put(out, 9, third)
     finishing.put(out, 10, second - third)
@@ -134,7 +134,7 @@ def _counted(limit_ptr, limit, a_row, numel, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _words_of(from_ptr, to_ptr, slot, stride, COPY: tl.constexpr):
+def words_of(from_ptr, to_ptr, slot, stride, COPY: tl.constexpr):
     """Both as words of four bytes, ``to_ptr`` in its slot; without a copy it is not used."""
     from_ptr = from_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     if COPY:
@@ -196,9 +196,9 @@ def record_pass(
     x_mine = tl.where(program == 0, x_counted, 0)  # one program tells the number for all
     PER_WORD: tl.constexpr = 1 if KIND == 2 else 2
     if KIND >= 0:
-        x_ptr, x_copy_ptr = _words_of(x_ptr, x_copy_ptr, slot, x_stride, COPY_X)
+        x_ptr, x_copy_ptr = words_of(x_ptr, x_copy_ptr, slot, x_stride, COPY_X)
     if CODES >= 0:
-        codes_ptr, codes_copy_ptr = _words_of(codes_ptr, codes_copy_ptr, slot, codes_stride, COPY_CODES)
+        codes_ptr, codes_copy_ptr = words_of(codes_ptr, codes_copy_ptr, slot, codes_stride, COPY_CODES)
     if PAIR:
         nonzero, amax, total, squares, code_nonzero, first, second, third = _put_pair(
             out, x_ptr, x_copy_ptr, codes_ptr, codes_copy_ptr, num_x // 4, codes_counted, scale_ptr, columns_magic,
@@ -215,12 +215,12 @@ def record_pass(
             codes_ptr, codes_copy_ptr, num_codes, codes_counted // 4, CODES, COPY_CODES, MASKED, ROWS, UNROLL
         )
     if KIND >= 0:
-        _put_values(
+        put_values(
             out, x_ptr, num_x, x_mine, x_counted // PER_WORD, nonzero, amax, total, squares, KIND, ROWS,
             UNROLL * ROWS * 4,
         )  # fmt: skip
     if CODES >= 0:
-        _put_codes(out, tl.where(program == 0, codes_counted, 0), code_nonzero, first, second, third, RANGE)
+        put_codes(out, tl.where(program == 0, codes_counted, 0), code_nonzero, first, second, third, RANGE)
     finishing.join(
         scratch_ptr, counters_ptr, row_ptr + slot * row_stride, stamp_ptr + slot * stamp_stride, tick_ptr, present,
         owned, GROUP,

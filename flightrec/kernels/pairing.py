@@ -25,7 +25,7 @@ NOT_CLIPPED = tl.constexpr(1.0 + 2.0**-21)
 
 
 @triton.jit
-def _divided(of, magic, shift):
+def divided(of, magic, shift):
     """``of // d`` for int64 below 2^31, by multiplication: ``device.magic_of(d)`` gives the numbers."""
     return (of * magic) >> shift
 
@@ -36,16 +36,14 @@ def _place_of(
     column_stride,
 ):  # fmt: skip
     """Where the scale of a lane lies; ``columns`` and blocks' columns in lanes."""
-    row = _divided(lane, columns_magic, columns_shift)
+    row = divided(lane, columns_magic, columns_shift)
     column = lane - row * columns
-    return (
-        _divided(row, rows_magic, rows_shift) * row_stride + _divided(column, block_magic, block_shift) * column_stride
-    )
+    return divided(row, rows_magic, rows_shift) * row_stride + divided(column, block_magic, block_shift) * column_stride
 
 
 @triton.jit
-def _decode(code, KIND: tl.constexpr):
-    """The last byte of words (int32) as an FP8 code, float32, in units of ``_unit``; NaN and Inf come out finite."""
+def decode(code, KIND: tl.constexpr):
+    """The last byte of words (int32) as an FP8 code, float32, in units of ``unit_of``; NaN and Inf come out finite."""
     if KIND == 0:
         x = ((code >> 4) & -0x78100000).to(tl.float32, bitcast=True)
     else:
@@ -54,7 +52,7 @@ def _decode(code, KIND: tl.constexpr):
 
 
 @triton.jit
-def _unit(KIND: tl.constexpr):
+def unit_of(KIND: tl.constexpr):
     unit: tl.constexpr = 1.329227995784916e36 if KIND == 0 else 5.192296858534828e33  # two to the 120, to the 112
     return unit
 
@@ -100,7 +98,7 @@ def _bytes_of(hits):
 
 @triton.jit
 def _square_of_error(x, code, factor, CODES: tl.constexpr):
-    error = _decode(code, CODES) * factor - x
+    error = decode(code, CODES) * factor - x
     return error * error
 
 
@@ -139,10 +137,10 @@ def _decoding(scale, CODES: tl.constexpr, MULTIPLY: tl.constexpr, RANGE: tl.cons
     A scale so large that the first overflows makes the errors infinite, and so the program look again.
     """
     if MULTIPLY:
-        times = scale * _unit(CODES)
+        times = scale * unit_of(CODES)
         over = 1.0 / (scale * RANGE)
     else:
-        times = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale) * _unit(CODES)
+        times = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale) * unit_of(CODES)
         over = scale * (1.0 / RANGE)
     return times, over
 
@@ -216,7 +214,7 @@ def pair_pass(
 
 
 @triton.jit
-def _join_exact(under, errors, clipped, largest, zero, under_2, errors_2, clipped_2, largest_2, zero_2):
+def join_exact(under, errors, clipped, largest, zero, under_2, errors_2, clipped_2, largest_2, zero_2):
     return under + under_2, errors + errors_2, clipped + clipped_2, tl.maximum(largest, largest_2), zero + zero_2
 
 
@@ -267,7 +265,7 @@ def pair_exactly(
             counts = ((x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000) & (x != 0)
             under += (counts & (magnitude == 0)).to(tl.int32)
             zero_scale += (counts & (factor == 0)).to(tl.int32)
-            decoded = _decode(code.to(tl.int32) << 24, CODES) * _unit(CODES)
+            decoded = decode(code.to(tl.int32) << 24, CODES) * unit_of(CODES)
             if MULTIPLY:
                 decoded = decoded * factor
                 bound = factor * RANGE
@@ -283,11 +281,11 @@ def pair_exactly(
             ratio = tl.where((ratio.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < 0x7F800000, ratio, 0.0)
             clipped += (ratio > 1.00000095367431640625).to(tl.int32)
             largest = tl.maximum(largest, ratio)
-    return tl.reduce((under, errors, clipped, largest, zero_scale), 0, _join_exact)
+    return tl.reduce((under, errors, clipped, largest, zero_scale), 0, join_exact)
 
 
 @triton.jit
-def _join_words(low, high, bad, low_2, high_2, bad_2):
+def join_words(low, high, bad, low_2, high_2, bad_2):
     return tl.maximum(low, low_2), tl.maximum(high, high_2), bad + bad_2
 
 
@@ -317,5 +315,5 @@ def words_pass(
         low = tl.where(finite & inside, tl.maximum(low, -word), low)
         high = tl.where(finite & inside, tl.maximum(high, word), high)
         bad += (~finite).to(tl.int32)
-    low_all, high_all, bad_all = tl.reduce((low, high, bad), 0, _join_words)
+    low_all, high_all, bad_all = tl.reduce((low, high, bad), 0, join_words)
     return low_all, high_all, bad_all

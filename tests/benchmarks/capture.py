@@ -99,7 +99,10 @@ def host_time(work: Callable[[], None], calls: int = 400) -> float:
 Record = tuple[torch.Tensor | None, list[torch.Tensor], CapturePlan]
 
 
-def cases(num_bytes: int, kinds: tuple[str, ...] = ("values", "codes", "pair", "blocks")) -> dict[str, Record]:
+KINDS = ("values", "codes", "pair", "blocks", "mxfp8", "nvfp4")
+
+
+def cases(num_bytes: int, kinds: tuple[str, ...] = KINDS) -> dict[str, Record]:
     """Records whose largest tensor has ``num_bytes``, by name."""
     one = CapturePlan(
         codes=0,
@@ -122,11 +125,29 @@ def cases(num_bytes: int, kinds: tuple[str, ...] = ("values", "codes", "pair", "
 
     x, codes = made(num_bytes // 2)
     blocks = torch.full((x.shape[0], x.shape[1] // 128), 0.02, device="cuda")
+    powers = torch.full((x.shape[0], x.shape[1] // 32), 121, dtype=torch.uint8, device="cuda")  # two to the -6
+    mxfp8 = CapturePlan(
+        codes=0, format="float8_e4m3fn", pairs=True, scale=1, scales=((1, "float8_e8m0fnu"),), block_shape=(1, 32)
+    )
+    fours = torch.randint(0, 256, (x.shape[0], x.shape[1] // 2), dtype=torch.uint8, device="cuda")
+    words = torch.full((x.shape[0], x.shape[1] // 16), 0x78, dtype=torch.uint8, device="cuda")  # 256
+    second = torch.tensor([0.004], device="cuda")
+    nvfp4 = CapturePlan(
+        codes=0,
+        format="float4_e2m1fn_x2",
+        pairs=True,
+        scale=1,
+        scales=((1, "float8_e4m3fn"), (2, "float32")),
+        block_shape=(1, 16),
+        tensor_scale=2,
+    )
     found: dict[str, Record] = {
         "values": (x, [], CapturePlan()),
         "codes": (None, [made(num_bytes)[1], *delayed], one),
         "pair": (x, [codes, *delayed], one),
         "blocks": (x, [codes, blocks], many),
+        "mxfp8": (x, [codes, powers], mxfp8),
+        "nvfp4": (x, [fours, words, second], nvfp4),
     }
     return {kind: found[kind] for kind in kinds}
 
@@ -136,6 +157,8 @@ NAMES = {
     "codes": "E4M3 codes, delayed scaling",
     "pair": "bfloat16 and its E4M3 codes, delayed scaling",
     "blocks": "bfloat16 and its E4M3 codes, 1x128 blocks",
+    "mxfp8": "bfloat16 and its MXFP8 codes",
+    "nvfp4": "bfloat16 and its NVFP4 codes",
 }
 
 
