@@ -283,3 +283,24 @@ def test_rotation_alone_is_never_a_missing_record(tmp_path):
             lengths.add(plan.num_turns)
     assert len(lengths) > 1
     assert not (tmp_path / "out").exists()
+
+
+def test_the_products_of_one_module_take_its_turns(tmp_path):
+    """Transformer Engine's modules have products such as ``mlp.fc1`` that are no modules themselves."""
+    skipped: list[tuple[bool, ...]] = []
+    net = make("fp32")
+    with flightrec.Recorder(TIGHT, directory=tmp_path) as recorder:
+        recorder.attach(net)
+        rotation = recorder._capture.rotation
+
+        def look(iteration: int) -> None:
+            names = ("blocks.1.fc2", "blocks.1.fc2.gemm_0", "blocks.1.fc2.own.deep", "elsewhere.fc2")
+            skipped.append(tuple(rotation.skips(name, "activation", 1, iteration, rotates=True) for name in names))
+            assert [rotation.sleeps(name) for name in names] == list(skipped[-1])
+
+        train(net, batches(30, 1), recorder, before_step=look)
+    module = [skips[0] for skips in skipped]
+    assert True in module
+    assert False in module
+    assert [skips[1] for skips in skipped] == [skips[2] for skips in skipped] == module
+    assert not any(skips[3] for skips in skipped)

@@ -86,6 +86,7 @@ def test_f22_a_race_keeps_its_nan_while_one_looks(recorded, tmp_path):
     side = stream_beside_the_main_one()
     buffer = torch.zeros(1 << 20, device="cuda")
     seen = [torch.empty_like(buffer) for _ in range(6)]  # now: a new allocation might wait for the device
+    torch.mul(buffer, 3, out=seen[0])  # now: loading a kernel takes longer than the side stream sleeps
     with flightrec.Recorder(CONFIG, directory=tmp_path) as recorder:
         for iteration, y in enumerate(seen):
             torch.cuda.synchronize()  # the iteration before has filled it

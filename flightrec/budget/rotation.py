@@ -87,6 +87,7 @@ class Rotation:
         self._config = config
         self._coverage = Coverage(config.watch_iterations)
         self._order: dict[str, int] = {}
+        self._modules: dict[str, str | None] = {}
         self._with_boundary: set[str] = set()
         self._turn: int | None = None  # None: everything
         self._turn_of: dict[str, int] = {}
@@ -112,6 +113,7 @@ class Rotation:
     def watch(self, model: torch.nn.Module) -> None:
         """Learn a model's layers and blocks; call it when the model is attached."""
         self._order = {name: number for number, (name, _) in enumerate(model.named_modules())}
+        self._modules = {}
         self.always = frozenset(
             (layer, tensor)
             for layer in find_blocks(model)
@@ -146,26 +148,36 @@ class Rotation:
             rotates: False for what the user records by hand.
         """
         turn = self._turn
-        rotates = rotates and self.share is not None and layer in self._order
-        if rotates and turn is not None and self._turn_of.get(layer, turn) != turn:
+        module = self._module(layer) if rotates and self.share is not None else None
+        if module is not None and turn is not None and self._turn_of.get(module, turn) != turn:
             if (layer, tensor) not in self.always:
                 return True
-            rotates = False
+            module = None
         if every == 1:
             return False
-        if not rotates or (layer, tensor) in self.always:
+        if module is None or (layer, tensor) in self.always:
             return bool(iteration % every)
-        if self._waits(layer, every):
+        if self._waits(module, every):
             return True
-        self._last[layer, every] = self._tick
+        self._last[module, every] = self._tick
         return False
+
+    def _module(self, layer: str) -> str | None:
+        """The module whose turns a layer takes: itself, or, of a module's several products, that module; else None."""
+        if layer not in self._modules:
+            name = layer
+            while name not in self._order and "." in name:
+                name = name.rpartition(".")[0]
+            self._modules[layer] = name if name in self._order else None
+        return self._modules[layer]
 
     def sleeps(self, layer: str) -> bool:
         """Whether nothing of a layer is recorded in this iteration for want of its turn; a no says nothing."""
         turn = self._turn
-        if turn is None or self.share is None or self._turn_of.get(layer, turn) == turn:
+        if turn is None or self.share is None or layer in self._with_boundary:
             return False
-        return layer in self._order and layer not in self._with_boundary
+        module = self._module(layer)
+        return module is not None and self._turn_of.get(module, turn) != turn
 
     def _waits(self, layer: str, every: int) -> bool:
         """Whether it is too early for the tensors of an entry with ``every``."""
@@ -182,8 +194,9 @@ class Rotation:
             is_in: what ``skips`` did not say.
             rotates: as there.
         """
-        rotates = rotates and self.share is not None and layer in self._order and (layer, tensor) not in self.always
-        unit = (layer if rotates else None, every) if rotates or every > 1 else None
+        takes_turns = rotates and self.share is not None and (layer, tensor) not in self.always
+        module = self._module(layer) if takes_turns else None
+        unit = (module, every) if module is not None or every > 1 else None
         return self._replayed.of(unit, (len(self._order) + 1) * self._num_everies, is_in=is_in)
 
     # -- in step()
@@ -230,17 +243,17 @@ class Rotation:
         costs = self.costs
         for layout in layouts[self._num_layouts :]:
             key = layout.key
-            rotates = key.layer in self._order and (key.layer, key.tensor) not in self.always
-            load = self._loads.setdefault(key.layer, _Load()) if rotates else self._always_load
+            module = None if (key.layer, key.tensor) in self.always else self._module(key.layer)
+            load = self._always_load if module is None else self._loads.setdefault(module, _Load())
             num_bytes = costs.bytes_of(layout)
             if key not in self._sizes:
                 load.num_records += 1
             load.num_bytes += num_bytes - self._sizes.get(key, 0)
             self._sizes[key] = num_bytes
             self._unit_of_row += [-1] * (layout.row + 1 - len(self._unit_of_row))
-            if rotates:
+            if module is not None:
                 selection = self._config.selects(key.layer, key.tensor, key.phase)
-                unit = (key.layer, 1 if selection is None else selection.every)
+                unit = (module, 1 if selection is None else selection.every)
                 self._unit_of_row[layout.row] = self._units.setdefault(unit, len(self._units))
         self._num_layouts = len(layouts)
 
