@@ -57,9 +57,9 @@ class Sink(Protocol):
         """
 
     def wants_any(self, sightings: Sightings) -> bool:
-        """Say whether ``wants`` says yes to any of them; after the first time in an iteration by a look at one attribute.
+        """Say whether ``wants`` says yes to any of them; after the first time in an iteration from memory.
 
-        A layer that is not in its turn asks this once and nothing else.
+        A layer that is not in its turn asks this once a pass, and nothing else.
         """
 
     def capture(
