@@ -26,8 +26,7 @@ from flightrec.flush.outbox import Outbox
 from flightrec.flush.samples import SampleHistory
 from flightrec.flush.verdicts import VerdictQueue, VerdictView
 from flightrec.judging import Beside, Judge
-from flightrec.records import NO_MICROBATCH, Firing, Key, RecordLayout, Severity, Statistic
-from flightrec.ring.layout import QuantizedParts
+from flightrec.records import NO_MICROBATCH, Firing, RecordLayout, Severity, Statistic
 from flightrec.ring.memory import free_memory_bytes
 from flightrec.ring.ring import Ring
 from flightrec.rules.evaluate import Evaluator
@@ -130,21 +129,6 @@ class Engine:
         """The records of the last iteration, and which of them are losses and metrics."""
         self._num_layouts_seen = 0
         self.ring.begin(first_tick)
-
-    def record(
-        self,
-        key: Key,
-        *,
-        high_precision: torch.Tensor | None,
-        quantized: QuantizedParts | None,
-        keep: frozenset[str],
-        valid_rows: int | torch.Tensor | None,
-        splits: torch.Tensor | None = None,
-    ) -> RecordLayout | None:
-        """Copy one tensor and its statistics into the current tick's slot; see ``Ring.record``. Any thread."""
-        return self.ring.record(
-            key, high_precision=high_precision, quantized=quantized, keep=keep, valid_rows=valid_rows, splits=splits
-        )
 
     @torch.no_grad()
     def step(self, info: TickInfo, host_firings: Sequence[Firing] = ()) -> None:

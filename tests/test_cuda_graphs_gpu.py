@@ -185,7 +185,7 @@ def test_a_replay_too_many_is_dropped_counted_and_told(tmp_path):
 def test_slots_are_held_while_replays_go_on(tmp_path):
     """Two faults with ``after``: what is held is not overwritten, and each incident has its own iterations."""
     net = make().cuda()
-    by_hand = [{"name": "by hand", "kind": "manual"}]  # the inputs grow, and the loss with them
+    by_hand = [{"name": "by-hand", "kind": "manual"}]  # the inputs grow, and the loss with them
     made = config(ring={"iterations": 2}, incident={"after": 2, "cooldown": 0}, triggers=by_hand)
     with flightrec.Recorder(made, directory=tmp_path) as recorder:
         recorder.attach(net)

@@ -52,15 +52,14 @@ class Sink(Protocol):
     def wants(self, layer: str, tensor: str, phase: Phase, stage: Stage) -> bool:
         """Say whether ``capture`` would keep such a sighting in this iteration: not so if it is not its turn.
 
-        While a CUDA graph is captured it is wanted whoever's turn it is: replays take turns of their own.
         Cheap, and without an effect; sources ask before they look at a tensor. The answer holds for the iteration. What
         is left out so is known to whoever leaves it out: nothing needs to be told.
         """
 
     def wants_any(self, sightings: Sightings) -> bool:
-        """Say whether ``wants`` says yes to any of them, after the first time in an iteration by one look.
+        """Say whether ``wants`` says yes to any of them; after the first time in an iteration from memory.
 
-        A layer that is not in its turn asks this once and nothing else.
+        A layer that is not in its turn asks this once a pass, and nothing else.
         """
 
     def capture(
