@@ -26,6 +26,9 @@ LEAST_PERCENT = 0.1
 """Where the bars begin: what adds less has none."""
 
 HEADING = "## What it costs"
+NOTES = "\n## What missed, and why\n"
+"""Written by hand; kept when the page is made anew."""
+
 HEAD = """How it is measured, and what each column means: [bench.md](../bench.md). This page is made of the results by
 `python docs/cost_picture.py`."""
 STYLE = """<style>
@@ -319,6 +322,12 @@ def read(path: Path) -> tuple[list[Study], dict[str, str]]:
     return studies_of(data), data["machine"]
 
 
+def notes_of(text: str) -> str:
+    """What a person wrote at the end of the page."""
+    at = text.find(NOTES)
+    return "" if at < 0 else text[at:]
+
+
 def main() -> None:
     """Write everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -334,7 +343,9 @@ def main() -> None:
     (docs / "cost.svg").write_text(bar_chart(studies[0]))
     if scaling:
         (docs / "cost_scaling.svg").write_text(curves(scaling))
-    (docs / "benchmarks" / "cost-h200.md").write_text(page(studies, machine, scaling, prediction))
+    written = docs / "benchmarks" / "cost-h200.md"
+    notes = notes_of(written.read_text()) if written.exists() else ""
+    written.write_text(page(studies, machine, scaling, prediction) + notes)
     readme = options.root / "README.md"
     readme.write_text(with_section(readme.read_text(), readme_section(studies[0], machine["device"])))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +24,8 @@ from flightrec.kernels.launch import Launch, stream_of
 from flightrec.kernels.packed_arguments import PackedPart
 from flightrec.kernels.plan import CapturePlan, Destination
 
+_Given = TypeVar("_Given", torch.Tensor, torch.Tensor | None)
+_MAX_DENSE_BYTES = 256 << 20
 _PREPARED = -1
 """Key of a destination's ``cache``."""
 
@@ -42,6 +45,9 @@ def capture(
     """Copy a record into its slot and write its statistics row and stamp: see ``reference.capture``."""
     if not _gave_up:
         try:
+            high_precision = _dense(high_precision)
+            if plan.codes >= 0 and not parts[plan.codes].is_contiguous():
+                parts = [_dense(part) if at == plan.codes else part for at, part in enumerate(parts)]
             tensors = (high_precision, *parts)
             prepared: Prepared | None = destination.cache.get(_PREPARED)
             places = None if prepared is None else prepared.places_of(plan, tensors, valid_rows)
@@ -92,6 +98,18 @@ def warm_up(
     capture(plan, destination, high_precision, parts, slot, tick, valid_rows)
     prepared: Prepared | None = destination.cache.get(_PREPARED)
     return not _gave_up and prepared is not None and prepared.is_known
+
+
+def _dense(tensor: _Given) -> _Given:
+    """The same values in order, such as those of a query that is a view of a wider product; as it is if that is large.
+
+    One copy from torch's own pool, which is much less than what ``reference`` does. Nothing of an expanded tensor.
+    """
+    if tensor is None or tensor.is_contiguous() or tensor.nbytes > _MAX_DENSE_BYTES:
+        return tensor
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        return tensor
+    return tensor.contiguous()
 
 
 def _give_up(error: Exception) -> None:
