@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from flightrec.records import Phase
-from flightrec.sources import compiled
+from flightrec.sources import compiled, watched
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +133,18 @@ def test_f26_arm_a_compiled_and_run_before_attach_is_compiled_anew(caplog):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, of what enters a region
+def test_limits_that_somebody_sets_meanwhile_are_raised_too_and_come_back():
+    config, others = torch._dynamo.config, watched.num_watched()
+    with config.patch(recompile_limit=4):
+        with Watch(nn.Sequential(Straight(), Straight()), RecordingSink(tensors={"output"})):
+            for wish in (4, 2):
+                config.recompile_limit = wish
+                compiled._raise_limits()
+                assert config.recompile_limit > wish
+        assert others or config.recompile_limit == 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo
 def test_layers_that_are_compiled_one_by_one_each_have_a_graph():
     class Deep(nn.Module):
         def __init__(self) -> None:

@@ -374,9 +374,9 @@ _limits: dict[str, tuple[int, int]] = {}  # name in Dynamo's configuration: what
 
 def _raise_limits() -> None:
     """Let each watched module have as many graphs as one region of the model had before."""
-    if _limits:
-        return
     config = torch._dynamo.config
+    if _limits and all(getattr(config, name) == ours for name, (_, ours) in _limits.items()):
+        return  # nobody changed them since
     wanted = config.recompile_limit * max(num_watched(), 1)
     for name in ("recompile_limit", "accumulated_recompile_limit"):
         before = getattr(config, name)
