@@ -270,6 +270,13 @@ def test_a_place_serves_tensors_of_another_layout(by_reference):
     assert not by_reference
 
 
+@pytest.mark.parametrize("value", [2.5, 0.0, math.nan, -math.inf])
+def test_a_loss_is_one_number(value, by_reference):
+    compare(torch.tensor(value), [], CapturePlan())
+    compare(torch.tensor([value, 1.0, -3.0]), [], CapturePlan())
+    assert not by_reference
+
+
 def test_views_of_a_wider_tensor_are_put_in_order_first(by_reference):
     """As query, key and value are views of one product; nothing of the size of an expanded tensor is made."""
     wide, scale = spoiled(values(6, 4, 3, 16)), torch.tensor([0.02])

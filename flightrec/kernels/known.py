@@ -70,7 +70,7 @@ class Known:
             return False
         if codes is None and plan.scale >= 0:
             return False
-        if x is not None and not (x.dtype in KINDS and is_simple(x, 2)):
+        if x is not None and not (x.dtype in KINDS and is_simple(x, 1 if x.dtype is torch.float32 else 2)):
             return False
         if codes is not None and not (plan.format in CODES and codes.dtype.itemsize == 1 and is_simple(codes, 4)):
             return False
