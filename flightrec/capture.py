@@ -114,7 +114,8 @@ class Capture:
             return not self.off
         selection = self._config.selects(layer, tensor, phase, stage)
         return selection is not None and (
-            not rotation.skips(layer, tensor, selection.every, self.iteration, rotates=True) or self._is_capturing()
+            not rotation.skips(layer, tensor, selection.every, self.iteration, rotates=True)
+            or is_capturing()  # what is captured takes its turns in the replays
         )
 
     def wants_any(self, sightings: Sightings) -> bool:
@@ -228,11 +229,6 @@ class Capture:
             self._sites[key.layer, key.tensor, key.part, key.microbatch, key.phase, key.call, key.stage] = site
         return site
 
-    def _is_capturing(self) -> bool:
-        """Whether the current stream captures a CUDA graph: what is recorded now takes its turns in the replays."""
-        engine = self.engine
-        return engine is not None and engine.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
     def blind(self, layer: str, tensor: str, reason: str) -> None:
         """Note that a selected tensor is not recorded, and why; logged once, told in every incident."""
         if (layer, tensor) in self._notes:
@@ -244,7 +240,7 @@ class Capture:
 
     def is_captured(self, what: str) -> bool:
         """Whether a CUDA graph is being captured, in which ``what`` has no place: told once."""
-        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        captured = is_capturing()
         if captured:
             self.blind("", what, f"{what} was called inside a CUDA graph's capture, whose replays call nothing")
         return captured
