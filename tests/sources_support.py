@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from flightrec.config.selection import DEFAULT_STAGES
 from flightrec.records import NO_MICROBATCH, TENSORS, Key, Phase, Stage
 from flightrec.ring.layout import QuantizedParts
+from flightrec.sources import watched
 from flightrec.sources.choose import choose_sources
 from flightrec.sources.extract import extract
 from flightrec.sources.sink import Sightings
@@ -125,6 +127,13 @@ class RecordingSink:
             if s.tensor is not None and s.tensor.is_floating_point() and not torch.isfinite(s.tensor.float()).all()
         ]
         return self.seen[min(bad)[-1]]
+
+
+def alone() -> None:
+    """End what recorders still watch that earlier tests left without closing, as a crash would."""
+    for held in [thing for thing in gc.get_objects() if type(thing) is watched.Watch]:
+        held.end()
+    assert not watched.num_watched()
 
 
 class Watch:

@@ -4,13 +4,13 @@ import logging
 
 import pytest
 import torch
-from sources_support import RecordingSink, Watch, assert_same_bits, assert_untouched, batches
+from sources_support import RecordingSink, Watch, alone, assert_same_bits, assert_untouched, batches
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from flightrec.records import Phase
-from flightrec.sources import compiled, watched
+from flightrec.sources import compiled
 
 
 @pytest.fixture(autouse=True)
@@ -134,14 +134,15 @@ def test_f26_arm_a_compiled_and_run_before_attach_is_compiled_anew(caplog):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's, of what enters a region
 def test_limits_that_somebody_sets_meanwhile_are_raised_too_and_come_back():
-    config, others = torch._dynamo.config, watched.num_watched()
+    alone()
+    config = torch._dynamo.config
     with config.patch(recompile_limit=4):
         with Watch(nn.Sequential(Straight(), Straight()), RecordingSink(tensors={"output"})):
             for wish in (4, 2):
                 config.recompile_limit = wish
                 compiled._raise_limits()
                 assert config.recompile_limit > wish
-        assert others or config.recompile_limit == 2
+        assert config.recompile_limit == 2
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo
@@ -160,7 +161,7 @@ def test_layers_that_are_compiled_one_by_one_each_have_a_graph():
 
     model, sink = Deep(), RecordingSink(tensors={"output", "gradient"})
     counter = CompileCounterWithBackend("eager")
-    others = watched.num_watched()
+    alone()
     with torch._dynamo.config.patch(recompile_limit=2), Watch(model, sink) as watch:
         for block in model.blocks:
             block.compile(backend=counter, fullgraph=True)
@@ -170,7 +171,7 @@ def test_layers_that_are_compiled_one_by_one_each_have_a_graph():
         assert counter.frame_count == len(model.blocks)
         assert torch._dynamo.config.recompile_limit > 2
         watch.__exit__()
-        assert others or torch._dynamo.config.recompile_limit == 2, "what stood there"
+        assert torch._dynamo.config.recompile_limit == 2, "what stood there"
     for index in range(len(model.blocks)):
         assert sink.one(f"blocks.{index}.fc", "output", 1)
         assert sink.one(f"blocks.{index}.fc", "gradient", 1)

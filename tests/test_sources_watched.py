@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 import torch
-from sources_support import RecordingSink, Watch, assert_untouched, square
+from sources_support import RecordingSink, Watch, alone, assert_untouched, square
 from torch import nn
 from torch.nn.modules import module as torch_module
 
@@ -24,15 +24,15 @@ def carries_hooks(module: nn.Module) -> bool:
 
 def test_no_module_carries_a_hook_of_ours_and_all_is_recorded():
     model, sink = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), RecordingSink()
-    others = watched.num_watched()
+    alone()
     with Watch(model, sink):
         assert not any(carries_hooks(module) for module in model.modules())
         square(model, torch.ones(2, 3)).backward()
     assert sink.one("1", "gradient")
     assert_untouched(model)
-    assert watched.num_watched() == others
-    assert (watched.KEY in torch_module._global_forward_hooks) == bool(others)
-    assert (watched.KEY in torch_module._global_forward_pre_hooks) == bool(others)
+    assert not watched.num_watched()
+    assert watched.KEY not in torch_module._global_forward_hooks
+    assert watched.KEY not in torch_module._global_forward_pre_hooks
 
 
 def test_other_models_are_none_of_our_business_even_with_a_dead_ones_identity():
