@@ -270,6 +270,12 @@ def test_a_place_serves_tensors_of_another_layout(by_reference):
     assert not by_reference
 
 
+@pytest.mark.parametrize("valid_rows", [2**70, -(2**70)])
+def test_more_rows_than_there_are_and_fewer_than_none(valid_rows, by_reference):
+    compare(values(8, 16), [], CapturePlan(), valid_rows)
+    assert not by_reference
+
+
 @pytest.mark.parametrize("value", [2.5, 0.0, math.nan, -math.inf])
 def test_a_loss_is_one_number(value, by_reference):
     compare(torch.tensor(value), [], CapturePlan())

@@ -45,6 +45,9 @@ def capture(
     """Copy a record into its slot and write its statistics row and stamp: see ``reference.capture``."""
     if not _gave_up:
         try:
+            given = high_precision if high_precision is not None or plan.codes < 0 else parts[plan.codes]
+            if given is not None and isinstance(valid_rows, int):  # any number, and a kernel's arguments have 64 bits
+                valid_rows = min(max(valid_rows, 0), given.shape[0] if given.dim() else 1)
             high_precision = _dense(high_precision)
             if plan.codes >= 0 and not parts[plan.codes].is_contiguous():
                 parts = [_dense(part) if at == plan.codes else part for at, part in enumerate(parts)]
