@@ -93,7 +93,7 @@ class Capture:
         self._dead_parts: set[str] = set()
         self._notes: dict[tuple[str, str], str] = {}
         self._sites: dict[tuple[str, str, str, int, Phase, int, Stage], _Site] = {}
-        self._epoch = object()
+        self.epoch: object = object()
         """Another one in each iteration, since the user may give two the same number."""
 
     # -- Sink --------------------------------------------------------------------------------------------------------
@@ -118,16 +118,20 @@ class Capture:
             or is_capturing()  # what is captured takes its turns in the replays
         )
 
+    def sleeps(self, layer: str) -> bool:
+        """Whether it is not this layer's turn: see the protocol."""
+        return self.rotation.sleeps(layer)
+
     def wants_any(self, sightings: Sightings) -> bool:
         """Whether ``wants`` says yes to any of several sightings: see the protocol."""
+        epoch, iteration, answer = sightings.known
+        if epoch is self.epoch and iteration == self.iteration and (answer or not is_capturing()):
+            return answer
         if self._has_no_every and self.rotation.records_all:
             return not self.off
         if is_capturing():  # what is captured is for replays in other iterations
             return any(self.wants(*sighting) for sighting in sightings.of)
-        epoch, iteration, answer = sightings.known
-        if epoch is self._epoch and iteration == self.iteration:
-            return answer
-        epoch, iteration = self._epoch, self.iteration
+        epoch, iteration = self.epoch, self.iteration
         answer = False
         if not all(map(self.rotation.sleeps, sightings.layers)):
             answer = any(self.wants(*sighting) for sighting in sightings.of)
@@ -292,7 +296,7 @@ class Capture:
         if self.engine is not None:
             with self.guard("turns of captured CUDA graphs"):
                 self.rotation.choose_replayed(self.engine.ring, next_iteration)
-        self.iteration, self._epoch = next_iteration, object()
+        self.iteration, self.epoch = next_iteration, object()
         self._microbatch = NO_MICROBATCH
         self.num_microbatches = 0
         self._is_explicit = False

@@ -55,6 +55,13 @@ class RecordingSink:
     def wants(self, layer: str, tensor: str, phase: Phase, stage: Stage) -> bool:
         return self.turn is None or self.turn(layer)
 
+    @property
+    def epoch(self) -> object:
+        return self.iteration
+
+    def sleeps(self, layer: str) -> bool:
+        return self.turn is not None and not self.turn(layer)
+
     def wants_any(self, sightings: Sightings) -> bool:
         return any(self.wants(*sighting) for sighting in sightings.of)
 

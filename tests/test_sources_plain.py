@@ -71,7 +71,9 @@ def test_only_what_lies_plainly_in_its_memory_is_known_after_a_first_look():
             assert not is_known_plain(tensor) or name != "plain"
             observe(tensor)
         known = {name for name, tensor in kinds().items() if is_known_plain(tensor)}
-    assert known == {"plain", "view", "parameter", "with history", "inference", "no elements"}
+    assert known == {
+        "plain", "view", "parameter", "with history", "inference", "transposed", "expanded", "no elements"
+    }  # fmt: skip
 
 
 def test_what_is_recorded_shares_the_tensors_memory():

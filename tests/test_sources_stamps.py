@@ -226,9 +226,79 @@ def test_a_cuda_build_of_torch_without_a_gpu_records(monkeypatch):
 
     monkeypatch.setattr(warmup, "_HAS_CUDA", True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", no_device)
+    monkeypatch.setattr(warmup, "_is_cuda_used", False)
+    monkeypatch.setattr(warmup, "_is_stream_capturing", no_device)
     assert not warmup.is_capturing()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(warmup, "_is_stream_capturing", lambda: True)
     assert warmup.is_capturing()
     assert not stamps.must_not_record(), "what is captured is recorded"
+    warmup._forget_cuda()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not warmup.is_capturing(), "as in a forked child"
+
+
+class Blocks(nn.Module):
+    """Checkpointed blocks of several layers; the last one may raise."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(3))
+        self.reentrant = reentrant
+        self.raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if self.raises and number == 2:
+                block[0](x)
+                raise ValueError("the model's own")
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def in_turns(reentrant: bool | None, turn, num_iterations: int = 5) -> RecordingSink:
+    torch.manual_seed(0)
+    model, sink = Blocks(reentrant), RecordingSink(phases=(Phase.TRAIN, Phase.RECOMPUTE))
+    sink.turn = lambda layer: turn(sink.iteration, layer)
+    with Watch(model, sink) as watch:
+        for iteration in range(num_iterations):
+            for microbatch in range(2):
+                model.raises = iteration == 3 and microbatch == 0
+                x = torch.full((2, 4), 1.0 + microbatch + iteration, requires_grad=True)
+                try:
+                    model(x).sum().backward()
+                except ValueError:
+                    continue
+            watch.step()
+    assert not sink.errors
+    return sink
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("awake", ["blocks.1", "blocks.1.0", "blocks.2.2"])
+def test_layers_that_sleep_change_nothing_of_what_the_others_show(reentrant, awake):
+    def is_turn(iteration: int, layer: str) -> bool:
+        return layer in ("", awake) or iteration == 0
+
+    whole = in_turns(reentrant, lambda iteration, layer: True)
+    turns = in_turns(reentrant, is_turn)
+    expected = [seen for seen in whole.seen if is_turn(seen.iteration, seen.key.layer)]
+    assert len(turns.seen) == len(expected) > 60
+    for one, two in zip(turns.seen, expected, strict=True):
+        assert (one.iteration, one.key) == (two.iteration, two.key)
+        assert torch.equal(bits(one.tensor), bits(two.tensor)), one.key
+
+
+def test_a_module_sleeps_only_inside_another_and_is_woken_only_by_itself():
+    found = stamps.Stamps(nn.Identity(), RecordingSink())
+    assert not found.doze(), "as the outermost one it begins a microbatch"
+    found.enter(found._root, "")
+    assert found.doze()
+    assert found.current() is stamps.ASLEEP
+    inner = found.enter(nn.Identity(), "inner")
+    assert not found.wake(), "the innermost one is awake"
+    assert (inner.phase, inner.microbatch) == (Phase.TRAIN, 0)
+    assert found.leave("inner") == inner
+    assert found.wake()
+    assert not found.wake()
+    assert found.depth == 1

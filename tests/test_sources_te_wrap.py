@@ -268,11 +268,11 @@ def test_layers_in_turn_are_recorded_as_if_all_were_and_no_others(te, kind):
             assert torch.equal(bits(mine), bits(other)), one.key
 
 
-def test_whose_turn_it_is_may_change_between_a_forward_and_its_backward(te):
-    sink = record_pair(te, "LayerNormLinear", lambda sink, layer: getattr(sink, "is_backward", False))
+def test_a_turn_that_ends_between_a_forward_and_its_backward_ends_there(te):
+    sink = record_pair(te, "LayerNormLinear", lambda sink, layer: not getattr(sink, "is_backward", False))
     seen = {(s.key.tensor, s.key.microbatch) for s in sink.seen if s.key.layer == "a.layer" and s.iteration == 1}
-    assert {("gradient", 0), ("gradient", 1), ("dgrad", 0), ("dgrad", 1)} <= seen
-    assert ("output", 0) not in seen
+    assert {("activation", 0), ("activation", 1), ("output", 0), ("output", 1)} <= seen
+    assert not {tensor for tensor, _ in seen} & {"gradient", "dgrad", "wgrad"}
 
 
 def tensors_of(seen: Any) -> list[torch.Tensor]:

@@ -124,6 +124,16 @@ class ModulesSource:
 
     # -- called by the layers' hooks
 
+    def dozes(self, plan: LayerPlan) -> bool:
+        """A module is about to run: say whether it may pass unnoticed, which most do that are not in their turn."""
+        if not self._is_root_hooked:
+            return False
+        epoch = self._keeper.sink.epoch
+        if plan.epoch is not epoch:
+            plan.epoch = epoch
+            plan.sleeps = plan.module is not self._model and self._keeper.sink.sleeps(plan.layer)
+        return plan.sleeps and self.stamps.doze()
+
     def entered(self, plan: LayerPlan, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A module is about to run: snapshot what enters it."""
         stamp = self.stamps.enter(plan.module, plan.layer)
@@ -368,16 +378,20 @@ class _Layer:
     def entered(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Report to the source; a copy that shares the hooks (a replica) is not the layer."""
         try:
-            if module is self.plan.module and self._works(self.plan.layer):
-                self._source.entered(self.plan, args, kwargs)
+            source, plan = self._source, self.plan
+            if module is plan.module and not source.dozes(plan) and self._works(plan.layer):
+                source.entered(plan, args, kwargs)
         except Exception as error:
             self._source.failed(self.plan, error)
 
     def left(self, module: nn.Module, output: object) -> None:
         """Report to the source."""
         try:
-            if module is self.plan.module and self._works(self.plan.layer):
-                self._source.left(self.plan, output)
+            source, plan = self._source, self.plan
+            if module is not plan.module or (plan.sleeps and source.stamps.wake()):
+                return
+            if self._works(plan.layer):
+                source.left(plan, output)
         except Exception as error:
             self._source.failed(self.plan, error)
 

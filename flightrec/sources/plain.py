@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from flightrec.sources.memory import why_unreadable
+
 _MAX_KEYS = 256
 _plain_keys: set[tuple[int, torch.dtype]] = set()
 
@@ -27,14 +29,16 @@ def forget_plain() -> None:
 def is_known_plain(tensor: torch.Tensor) -> bool:
     """Say whether ``observe`` would take this tensor as it is: a no only means that it must look.
 
-    True for tensors of torch's own classes whose keys and dtype were seen before, that lie contiguously in memory that
-    is there. Never synchronises.
+    True for tensors of torch's own classes whose keys and dtype were seen before, and whose memory is there. Never
+    synchronises.
     """
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter and kind is not torch.nn.Buffer:
         return False
     keys = torch._C._dispatch_keys(tensor).raw_repr()
-    return (keys, tensor.dtype) in _plain_keys and has_memory(tensor)
+    if (keys, tensor.dtype) not in _plain_keys:
+        return False
+    return has_memory(tensor) if tensor.is_contiguous() else not why_unreadable(tensor)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -39,6 +39,8 @@ class LayerPlan:
         reentrant: its latest training forward ran with gradients off, so that its gradients come from the recompute.
         was_captured: a CUDA graph captured its forward while it was watched.
         weight_iteration: the iteration in which its weight was recorded last.
+        epoch: of the sink, for which ``sleeps`` holds.
+        sleeps: nothing of it is wanted.
     """
 
     layer: str
@@ -53,6 +55,8 @@ class LayerPlan:
     reentrant: bool = False
     was_captured: bool = False
     weight_iteration: int = -1
+    epoch: object = None
+    sleeps: bool = False
 
     @property
     def needs_hooks(self) -> bool:

@@ -43,6 +43,13 @@ class Sink(Protocol):
     def microbatch_index(self) -> int:
         """The current microbatch; ``NO_MICROBATCH`` before the first one of an iteration."""
 
+    @property
+    def epoch(self) -> object:
+        """Another object in each iteration: what ``sleeps`` said holds as long as it is the same."""
+
+    def sleeps(self, layer: str) -> bool:
+        """Say whether it is not this layer's turn, so that ``wants`` says no to all of it; a no says nothing."""
+
     def selects(self, layer: str, tensor: str, phase: Phase, stage: Stage | None = None) -> object | None:
         """Say whether this tensor is wanted (at this stage, or at any): anything but None is yes.
 

@@ -29,6 +29,10 @@ class Stamp(NamedTuple):
     call: int
 
 
+ASLEEP = Stamp("\0asleep", NO_MICROBATCH, Phase.TRAIN, 0)
+"""Of any module of which nothing is wanted in this iteration."""
+
+
 class Stamps:
     """Follows the hooked modules of one model.
 
@@ -110,8 +114,29 @@ class Stamps:
                 return stamp
         return None
 
+    def doze(self) -> bool:
+        """Note that a module of which nothing is wanted starts to run inside another one; ``wake`` must follow.
+
+        No if it may not pass so lightly: as the outermost one, in a capture, or after a forward that was cut short.
+        """
+        frames: list[Stamp] | None = getattr(self._local, "frames", None)
+        if not frames or len(frames) > _MAX_FRAMES or is_capturing():
+            return False
+        if frames[0].phase is Phase.RECOMPUTE and not in_backward():
+            return False
+        frames.append(ASLEEP)
+        return True
+
+    def wake(self) -> bool:
+        """Note that such a module finished, or raised; no if the innermost one is another."""
+        frames = self._frames()
+        if not frames or frames[-1] is not ASLEEP:
+            return False
+        frames.pop()
+        return True
+
     def current(self) -> Stamp | None:
-        """Stamp of the innermost hooked module that runs on this thread."""
+        """Stamp of the innermost hooked module that runs on this thread; ``ASLEEP`` for one that dozes."""
         frames = self._frames()
         return frames[-1] if frames else None
 

@@ -26,7 +26,7 @@ from flightrec.sources.base import Keeper
 from flightrec.sources.extract_te import QuantizerState
 from flightrec.sources.observe import observe
 from flightrec.sources.sink import Sightings, Sink
-from flightrec.sources.stamps import Stamp, Stamps
+from flightrec.sources.stamps import ASLEEP, Stamp, Stamps
 from flightrec.sources.te_block_template import BlockTemplate
 from flightrec.sources.te_classes import is_storage
 from flightrec.sources.te_layers import Kind, TeLayer, find_layers, unseen_parts
@@ -130,7 +130,7 @@ class TeSource:
     def listen(self, kind: Kind) -> Listener | None:
         """The layer of ours that runs on this thread, if it is of this kind; None outside of our model."""
         stamp = self.stamps.current()
-        if stamp is None or stamp.phase is Phase.WARMUP:
+        if stamp is None or stamp is ASLEEP or stamp.phase is Phase.WARMUP:
             return None
         layer = self._layers.get(stamp.layer)
         if layer is None or layer.kind is not kind:

@@ -152,7 +152,9 @@ def _listeners(kind: Kind) -> tuple[Listener, ...]:
 def forward(original: Callable[..., Any], args: Any, kwargs: Any, kind: Kind) -> Any:
     """Forward of an autograd function; its context, which is None without gradients, carries the run on."""
     listeners = _listeners(kind)
-    run = Run(kind, listeners) if listeners else NOBODY
+    if not listeners:
+        return _as_nobody(original, args, kwargs)
+    run = Run(kind, listeners)
     with _contained(run):
         if args[0] is not None:
             setattr(args[0], _RUN, run)
@@ -163,7 +165,19 @@ def forward(original: Callable[..., Any], args: Any, kwargs: Any, kind: Kind) ->
 @_wrapper
 def backward(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Backward of an autograd function."""
-    return _in_backward(original, args, kwargs, getattr(args[0], _RUN, NOBODY))
+    of_forward = getattr(args[0], _RUN, NOBODY)
+    if of_forward is NOBODY:
+        return _as_nobody(original, args, kwargs)
+    return _in_backward(original, args, kwargs, of_forward)
+
+
+def _as_nobody(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call the original in nobody's run: that of a layer that belongs to no model of ours, or is not in its turn."""
+    before = swap_run(NOBODY)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        swap_run(before)
 
 
 def _in_backward(original: Callable[..., Any], args: Any, kwargs: Any, of_forward: Run) -> Any:
@@ -181,11 +195,11 @@ def _in_backward(original: Callable[..., Any], args: Any, kwargs: Any, of_forwar
 def put_off(original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """``WeightGradStore.put``: the function that computes the weight gradient later takes its run along."""
     run = current_run()
-    if run is None or not run.everyone or len(args) != 3:
+    if run is None or len(args) != 3:
         return original(*args, **kwargs)
     later = args[2]
     with _contained(run):
-        later = _later(args[2], run, run.wgrad_product())
+        later = _later(args[2], run, run.wgrad_product() if run.everyone else 0)
     return original(args[0], args[1], later, **kwargs)
 
 
@@ -195,7 +209,7 @@ def _later(function: Callable[..., Any], run: Run, product: int) -> Callable[...
     def compute(*args: Any, **kwargs: Any) -> Any:
         if must_not_record() or not installation.sources:
             return function(*args, **kwargs)
-        with _inside(run.delayed(product)):
+        with _inside(run.delayed(product) if run.everyone else NOBODY):
             return function(*args, **kwargs)
 
     return compute

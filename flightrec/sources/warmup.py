@@ -8,7 +8,9 @@ only where a forward begins from outside. Owns nothing; the training thread.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
+from collections.abc import Callable
 from types import CodeType, FrameType
 
 import torch
@@ -24,7 +26,26 @@ _HAS_CUDA = torch.version.cuda is not None or torch.version.hip is not None
 
 def is_capturing() -> bool:
     """Say whether this thread's current stream is captured into a CUDA graph. Does not synchronise."""
-    return _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return (_is_cuda_used or _is_cuda_used_now()) and _is_stream_capturing()
+
+
+_is_stream_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+_is_cuda_used = False
+"""Asked at every module: torch's own question takes two Python calls, and once it is a yes it stays one."""
+
+
+def _is_cuda_used_now() -> bool:
+    global _is_cuda_used  # noqa: PLW0603  of the process, as CUDA's context is
+    _is_cuda_used = _HAS_CUDA and torch.cuda.is_initialized()
+    return _is_cuda_used
+
+
+def _forget_cuda() -> None:
+    global _is_cuda_used  # noqa: PLW0603
+    _is_cuda_used = False
+
+
+os.register_at_fork(after_in_child=_forget_cuda)  # there torch refuses CUDA
 
 
 def is_warming_up() -> bool:

@@ -364,7 +364,7 @@ class WriterClient:
         return tail.decode(errors="replace")
 
     def __del__(self) -> None:
-        if self._log_fd >= 0:
+        if self._log_fd >= 0 and os is not None:  # at the interpreter's end modules lose their names
             os.close(self._log_fd)
 
 
