@@ -308,6 +308,32 @@ class Rank:
                 )
         return array
 
+    def payload_in_pieces(
+        self, record: int, path: str, component: str, *, piece_bytes: int = 64 << 20
+    ) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+        """Read one component along its first dimension: (first index, array as it is stored) of each piece.
+
+        Raises:
+            IncidentError: it is not there; after the last piece, if its checksum differs.
+        """
+        file, where = self._tensors_file()
+        name = f"{path}/{component}"
+        with files.reading(where, name):
+            dataset = file[name]
+            length = dataset.shape[0] if dataset.shape else 0
+            step = max(1, piece_bytes // max(1, dataset.size * dataset.dtype.itemsize // max(1, length)))
+        crc = 0
+        for start in range(0, length, step):
+            with files.reading(where, name):
+                piece = np.ascontiguousarray(dataset[start : start + step])
+            crc = zlib.crc32(piece.view("u1").data if piece.size else b"", crc)
+            yield start, piece
+        if not dataset.shape:
+            piece = self.read_payload(record, path, component)
+            yield 0, piece
+        elif self._payload is not None and self._payload.get((record, component)) != crc:
+            raise IncidentError(f"{where}: {name} is damaged: crc32 is {crc:08x}, another was written")
+
     @cached_property
     def _payload(self) -> dict[tuple[int, str], int] | None:
         """(record, component) -> crc32; None in a salvaged file, where it was never written."""

@@ -256,6 +256,26 @@ class Record:
             )
         return array
 
+    def has_bytes(self, component: str) -> bool:
+        """Whether the bytes of a component are in the tensors file."""
+        return self._component(component) is not None and self._source.has_payload(self.index, self.path, component)
+
+    def pieces(self, component: str, *, piece_bytes: int = 64 << 20) -> Iterator[npt.NDArray[Any]]:
+        """Read one stored array along its first dimension, as ``raw`` gives it, in pieces of about ``piece_bytes``.
+
+        Raises:
+            IncidentError: its bytes are missing; after the last piece, if they are damaged.
+        """
+        part = self._component(component)
+        if part is None or not self.has_bytes(component):
+            raise IncidentError(f"{self!r}: bytes of {component} are missing: {self.why_absent}")
+        found = 0
+        for _, piece in self._source.payload_in_pieces(self.index, self.path, component, piece_bytes=piece_bytes):
+            found += piece.size
+            if found > math.prod(part.shape) or piece.shape[1:] != part.shape[1:]:
+                raise IncidentError(f"{self._source.tensors_path}: {self.path}/{component} is not {part.shape}")
+            yield piece
+
     def _component(self, name: str) -> StoredComponent | None:
         return next((part for part in self.components if part.name == name), None)
 
