@@ -169,7 +169,7 @@ class History(Mapping[str, Column]):
             return np.asarray(self._entries[statistic]["values"][:, column])
 
     def read_rows(self, statistic: str, start: int, stop: int) -> npt.NDArray[np.float32]:
-        """A statistic in some samples, float32 [stop - start, series]; of quantized ones only the first series have it."""
+        """A statistic in some samples, float32 [stop - start, series]; quantized ones: of the first series only."""
         if statistic not in self._entries:
             return np.full((stop - start, len(self.all_series)), np.nan, np.float32)
         with files.reading(self._path, f"/history/{statistic}"):
