@@ -15,21 +15,22 @@ from flightrec.ring.layout import QuantizedParts
 if TYPE_CHECKING:
     from flightrec.ring.registry import Placed
 
-_Looks = tuple[torch.Size, torch.dtype, torch.device, torch.layout]
+Looks = tuple[torch.Size, torch.dtype, torch.device, torch.layout, bool, int]
 
 
-def looks_of(tensor: torch.Tensor) -> _Looks:
+def looks_of(tensor: torch.Tensor) -> Looks:
     """What of a tensor decides about its layout; strides do not."""
-    return (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
+    index = tensor.get_device() if tensor.is_cuda else -1
+    return (tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.is_cuda, index)
 
 
-def _looks_like(tensor: torch.Tensor, looks: _Looks) -> bool:
-    return (
-        tensor.shape == looks[0]
-        and tensor.dtype is looks[1]
-        and tensor.device == looks[2]
-        and tensor.layout is looks[3]
-    )
+def looks_like(tensor: torch.Tensor, looks: Looks) -> bool:
+    """Whether ``looks_of`` would give the same."""
+    if tensor.shape != looks[0] or tensor.dtype is not looks[1] or tensor.layout is not looks[3]:
+        return False
+    if looks[4]:  # comparing two device objects takes longer than all the rest
+        return tensor.is_cuda and tensor.get_device() == looks[5]
+    return tensor.device == looks[2]
 
 
 class Latest:
@@ -71,7 +72,7 @@ class Latest:
         if high_precision is None:
             if self._tensor is not None:
                 return False
-        elif self._tensor is None or not _looks_like(high_precision, self._tensor):
+        elif self._tensor is None or not looks_like(high_precision, self._tensor):
             return False
         if quantized is None:
             return self._info is None
@@ -87,7 +88,7 @@ class Latest:
         if len(quantized.components) != len(self._parts):
             return False
         for (name, tensor), (known, looks) in zip(quantized.components.items(), self._parts, strict=True):
-            if name != known or not _looks_like(tensor, looks):
+            if name != known or not looks_like(tensor, looks):
                 return False
         self._template = quantized.template
         return True

@@ -135,18 +135,18 @@ class quiet:  # noqa: N801  used like a function: ``with quiet():``
     __slots__ = ("_autocast", "_functions", "_gradients", "_rare")
 
     def __enter__(self) -> quiet:
-        self._functions = torch._C.DisableTorchFunction()
+        self._functions = _no_functions()
         self._functions.__enter__()
         self._rare: ExitStack | None = None
-        if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() > 0:
+        if _is_inference() or _num_modes() > 0:
             try:
                 self._rare = _enter_rare()
             except BaseException:
                 self._functions.__exit__(None, None, None)
                 raise
         # Set directly: a context manager object for each record would be most of a hook's cost.
-        self._gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        self._gradients = _has_gradients()
+        _set_gradients(False)
         self._autocast: tuple[str, ...] = ()
         if _is_any_autocast_enabled():
             self._autocast = tuple(kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind))
@@ -155,12 +155,21 @@ class quiet:  # noqa: N801  used like a function: ``with quiet():``
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for kind in self._autocast:
-            torch.set_autocast_enabled(kind, True)
-        torch._C._set_grad_enabled(self._gradients)
+        if self._autocast:
+            for kind in self._autocast:
+                torch.set_autocast_enabled(kind, True)
+        _set_gradients(self._gradients)
         if self._rare is not None:
             self._rare.close()
         self._functions.__exit__(None, None, None)
+
+
+_no_functions, _num_modes = torch._C.DisableTorchFunction, torch._C._len_torch_dispatch_stack
+_is_inference, _has_gradients, _set_gradients = (
+    torch.is_inference_mode_enabled,
+    torch.is_grad_enabled,
+    torch._C._set_grad_enabled,
+)  # looked up once: they are called around every record
 
 
 def _autocasts_somewhere() -> bool:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from flightrec.ring.layout import QuantizedParts
+from flightrec.ring.looks import looks_of
 from flightrec.sources.extract_te import QuantizerState
 from flightrec.sources.te_classes import te_classes
-from flightrec.sources.te_template import Facts, ModuleLook, are_same, is_like, looks_of
+from flightrec.sources.te_template import Facts, ModuleLook, are_same, is_like
 
 _CLASSES = (
     "Float8BlockwiseQTensorStorage",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from flightrec.ring.layout import QuantizedParts
+from flightrec.ring.looks import Looks, looks_like, looks_of
 from flightrec.sources.extract_te import QuantizerState
 from flightrec.sources.plain import has_memory
 from flightrec.sources.te_classes import te_classes
@@ -150,20 +151,9 @@ class ModuleLook:
         return self._recipe is None or are_same(vars(self._recipe), self._recipe_values)
 
 
-def looks_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    """What ``is_like`` compares."""
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def is_like(tensor: torch.Tensor | None, looks: tuple[torch.Size, torch.dtype, torch.device]) -> bool:
+def is_like(tensor: torch.Tensor | None, looks: Looks) -> bool:
     """Same shape, dtype and device, contiguous, in memory that is there."""
-    return (
-        tensor is not None
-        and tensor.shape == looks[0]
-        and tensor.dtype is looks[1]
-        and tensor.device == looks[2]
-        and has_memory(tensor)
-    )
+    return tensor is not None and looks_like(tensor, looks) and has_memory(tensor)
 
 
 def are_same(attributes: Mapping[str, Any], values: list[Any]) -> bool:
