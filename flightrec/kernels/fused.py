@@ -179,14 +179,11 @@ def record_pass(
     if slot < 0:  # in a captured graph, what does not have its turn
         return
     out = scratch_ptr + program.to(tl.int64) * finishing.WIDTH
-    if mine:
-        finishing.copy_words(part_0, from_0, to_0, slot, stride_0, n_0)
-        finishing.copy_words(part_1, from_1, to_1, slot, stride_1, n_1)
-        finishing.copy_words(part_2, from_2, to_2, slot, stride_2, n_2)
-        finishing.copy_words(part_3, from_3, to_3, slot, stride_3, n_3)
-    past = tl.full([], float("-inf"), tl.float32)
-    if amax_ptr is not None or history_ptr is not None:
-        past = finishing.finish_words(out, amax_ptr, num_amax, history_ptr, history_stride, num_history, mine)
+    finishing.copy_small(
+        mine, slot, part_0, from_0, to_0, stride_0, n_0, part_1, from_1, to_1, stride_1, n_1, part_2, from_2, to_2,
+        stride_2, n_2, part_3, from_3, to_3, stride_3, n_3,
+    )  # fmt: skip
+    past = finishing.finish_words(out, amax_ptr, num_amax, history_ptr, history_stride, num_history, mine)
     if SCALED:
         _put_scales(
             out, slot, scale_ptr, scale_rows, scale_columns, scale_row_stride, scale_column_stride, scale_copy_ptr,
@@ -195,7 +192,6 @@ def record_pass(
         )  # fmt: skip
     x_counted = _counted(limit_ptr, limit, x_row, numel, MASKED)
     codes_counted = _counted(limit_ptr, limit, codes_row, code_numel, MASKED)
-    x_mine = tl.where(program == 0, x_counted, 0)  # one program tells the number for all
     PER_WORD: tl.constexpr = 1 if KIND == 2 else 2
     if KIND >= 0:
         x_ptr, x_copy_ptr = words_of(x_ptr, x_copy_ptr, slot, x_stride, COPY_X)
@@ -219,9 +215,9 @@ def record_pass(
         )
     if KIND >= 0:
         put_values(
-            out, x_ptr, num_x, x_mine, x_counted // PER_WORD, nonzero, amax, total, squares, columns_magic,
-            columns_shift, columns, apart, KIND, APART, ROWS, UNROLL * ROWS * 4,
-        )  # fmt: skip
+            out, x_ptr, num_x, tl.where(program == 0, x_counted, 0), x_counted // PER_WORD, nonzero, amax, total,
+            squares, columns_magic, columns_shift, columns, apart, KIND, APART, ROWS, UNROLL * ROWS * 4,
+        )  # fmt: skip  # one program tells the number for all
     if CODES >= 0:
         put_codes(out, tl.where(program == 0, codes_counted, 0), code_nonzero, first, second, third, RANGE)
     finishing.join(

@@ -12,7 +12,7 @@ from flightrec.kernels.lying import NUMBERS, axes_of, elements_a_row
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUM_WARPS = 4
-_ROWS = 256
+_ROWS = 512
 _PROGRAMS_AN_SM = 8
 _WIDE = 1 << 30
 

@@ -39,8 +39,9 @@ class Prepared:
     """
 
     __slots__ = (
-        "_cells", "_copied", "_device", "_directs", "_index", "_kept", "_lock", "_looks", "_memory", "_num_parts",
-        "_num_rows", "_others", "_pack", "_plan", "_rows_kind", "_scratch", "_stream", "_units", "_x_looks", "is_known",
+        "_asked", "_cells", "_copied", "_device", "_directs", "_index", "_kept", "_lock", "_looks", "_memory",
+        "_num_parts", "_num_rows", "_others", "_pack", "_plan", "_rows_kind", "_scratch", "_stream", "_units",
+        "_x_looks", "is_known",
     )  # fmt: skip
 
     def __init__(
@@ -78,7 +79,7 @@ class Prepared:
         self._lock = threading.Lock()
         self._directs: list[tuple[Callable[..., int], int, int, int]] | None = None
         self._kept: list[Direct] = []
-        self._stream = -1
+        self._asked, self._stream = False, -1
         self._scratch: Scratch | None = None
 
     def __call__(
@@ -176,12 +177,13 @@ class Prepared:
                 counted = rows if isinstance(valid_rows, int) else valid_rows
                 unit.first((x, *parts), slot, tick, counted, stream, captures)
         self._copy_others(parts, slot)
-        if self._directs is None and all(unit.launch.is_ready for unit in self._units):
+        if not self._asked and all(unit.launch.is_ready for unit in self._units):
             self._bind(valid_rows)
         return True
 
     def _bind(self, valid_rows: object) -> None:
         """From the next record on the driver itself is asked, if it takes all of them."""
+        self._asked = True
         found = [unit.launch.direct(self._cells, unit.cells(self._cells, valid_rows)) for unit in self._units]
         directs = [direct for direct in found if direct is not None]
         if len(directs) == len(found):
