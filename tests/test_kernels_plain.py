@@ -109,6 +109,8 @@ def test_slices_of_a_wider_tensor_are_read_where_they_lie(dtype, monkeypatch):
         (wide[..., 16:32], torch.tensor([2])),
         (torch.rand(5, 2, 48).to(dtype)[..., 32:], None),
         (wide[:1, :1, 0, 8:24].expand(3, 2, 16), None),
+        (wide[:, :, 1, 8:].transpose(0, 1), torch.tensor(1)),  # three dimensions that do not become two
+        (wide.flatten(2).transpose(0, 1)[..., 24:72], None),
     ):
         assert way_of(x, is_pair=False, is_masked=True) is Way.ROWS
         compare(x, rows)

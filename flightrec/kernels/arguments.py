@@ -68,7 +68,7 @@ class Part:
         }
         present = present_columns(known, x, codes, with_codes=with_codes, has_error=has_error)
         owned = present if with_codes and not with_values and known.x is not None else EVERY
-        static = [*places_of(known, x, codes), *sizes_of(x, codes), _apart(known, x), present, owned]
+        static = [*places_of(known, x, codes), *sizes_of(x, codes), *_apart(known, x), present, owned]
         static += _words(known, plan.scale if constants["BLOCKS"] else -1)
         static += _words(known, known.more if with_codes else -1)
         static += [*_lying(known, x), *histories_of(known), *small_parts(known, with_codes=with_codes)]
@@ -190,10 +190,10 @@ def sizes_of(x: torch.Tensor | None, codes: torch.Tensor | None) -> list[int]:
     ]
 
 
-def _apart(known: Known, x: torch.Tensor | None) -> int:
-    """Lanes of 16 bytes from one row of values to the next, where these are read by rows."""
+def _apart(known: Known, x: torch.Tensor | None) -> tuple[int, int]:
+    """Lanes of 16 bytes from one row of values to the next, and of a jump, where these are read by rows."""
     rows = rows_of(x) if x is not None and known.way is Way.ROWS else None
-    return 0 if x is None or rows is None else rows[1] * x.dtype.itemsize // 16
+    return (0, 0) if rows is None else (rows.apart, rows.jump)
 
 
 def _words(known: Known, at: int) -> list[Any]:
@@ -208,9 +208,8 @@ def _words(known: Known, at: int) -> list[Any]:
 def _lying(known: Known, x: torch.Tensor | None) -> list[int]:
     """Which scale a lane of 16 bytes of ``x`` has; or the row that it is in, of those that lie apart."""
     rows = rows_of(x) if x is not None and known.way is Way.ROWS else None
-    if x is not None and rows is not None:
-        lanes = rows[0] * x.dtype.itemsize // 16
-        return [*magic_of(lanes), lanes, 0, 0, 0, 0]
+    if rows is not None:
+        return [*magic_of(rows.length), rows.length, *magic_of(rows.num), 0, 0]
     if known.grid is None or x is None:
         return [0] * 7
     a_lane = 16 // x.dtype.itemsize

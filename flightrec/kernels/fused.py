@@ -14,7 +14,7 @@ from flightrec.kernels import finishing, pairing, passes
 
 _WIDE = (
     "x_stride", "codes_stride", "row_stride", "stamp_stride", "num_x", "num_codes", "numel", "code_numel", "x_row",
-    "codes_row", "apart", "limit", "scale_row_stride", "scale_column_stride", "scale_stride", "more_row_stride",
+    "codes_row", "apart", "jump", "limit", "scale_row_stride", "scale_column_stride", "scale_stride", "more_row_stride",
     "more_column_stride", "more_stride", "columns_magic", "rows_magic", "block_magic", "history_stride", "from_0",
     "stride_0", "from_1", "stride_1", "from_2", "stride_2", "from_3", "stride_3",
 )  # fmt: skip
@@ -31,8 +31,8 @@ _POINTERS = (
 
 @triton.jit
 def put_values(
-    out, x_ptr, num_words, numel, counted, nonzero, amax, total, squares, magic, shift, lanes, apart,
-    KIND: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    out, x_ptr, num_words, numel, counted, nonzero, amax, total, squares, magic, shift, lanes, apart, rows_magic,
+    rows_shift, jump, KIND: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What the first look found, or the exact one where it takes that."""
     nan = tl.full([], 0, tl.int64)
@@ -40,8 +40,9 @@ def put_values(
     negative = tl.full([], 0, tl.int64)
     if passes.are_ordinary(amax, squares, KIND) == 0:
         nan, positive, negative, amax, total, squares = passes.values_exactly(
-            x_ptr, num_words, counted, magic, shift, lanes, apart, KIND, APART, ROWS, BLOCK
-        )
+            x_ptr, num_words, counted, magic, shift, lanes, apart, rows_magic, rows_shift, jump, KIND, APART, ROWS,
+            BLOCK,
+        )  # fmt: skip
     finishing.put(out, 0, numel)
     finishing.put(out, 1, nan)
     finishing.put(out, 2, positive)
@@ -152,7 +153,7 @@ def record_pass(
     # what does not
     x_copy_ptr, x_stride: tl.int64, codes_copy_ptr, codes_stride: tl.int64, row_ptr, row_stride: tl.int64, stamp_ptr,
     stamp_stride: tl.int64, num_x: tl.int64, num_codes: tl.int64, numel: tl.int64, code_numel: tl.int64,
-    x_row: tl.int64, codes_row: tl.int64, apart: tl.int64, present: tl.int32, owned: tl.int32,
+    x_row: tl.int64, codes_row: tl.int64, apart: tl.int64, jump: tl.int64, present: tl.int32, owned: tl.int32,
     scale_rows: tl.int32, scale_columns: tl.int32, scale_row_stride: tl.int64, scale_column_stride: tl.int64,
     scale_copy_ptr, scale_stride: tl.int64,
     more_rows: tl.int32, more_columns: tl.int32, more_row_stride: tl.int64, more_column_stride: tl.int64,
@@ -170,8 +171,8 @@ def record_pass(
     """Everything of one record. KIND: 0 bfloat16, 1 float16, 2 float32, -1 none; CODES: 0 E4M3, 1 E5M2, -1 none.
 
     ``num_x``, ``num_codes``: words; ``x_row``, ``codes_row``: elements of a row of dimension 0; ``limit``: rows that
-    count. ``columns`` and the magics: ``pairing``; APART: values alone whose rows of ``columns`` lanes are ``apart``
-    lanes from each other, see ``passes``. ``present``: columns with a value; ``owned``: those written.
+    count. ``columns`` and the magics: ``pairing``; APART: values alone, in rows of so many lanes, ``apart``: ``passes``.
+    ``present``: columns with a value; ``owned``: those written.
     """
     program = tl.program_id(0)
     mine = program == tl.num_programs(0) - 1  # of all programs the one that has the least to do
@@ -206,8 +207,8 @@ def record_pass(
         )  # fmt: skip
     elif KIND >= 0:
         nonzero, amax, total, squares = passes.values_pass(
-            x_ptr, x_copy_ptr, num_x, x_counted // PER_WORD, columns_magic, columns_shift, columns, apart, KIND, COPY_X,
-            MASKED, APART, ROWS, UNROLL,
+            x_ptr, x_copy_ptr, num_x, x_counted // PER_WORD, columns_magic, columns_shift, columns, apart, rows_magic,
+            rows_shift, jump, KIND, COPY_X, MASKED, APART, ROWS, UNROLL,
         )  # fmt: skip
     else:
         code_nonzero, first, second, third = passes.codes_pass(
@@ -216,7 +217,8 @@ def record_pass(
     if KIND >= 0:
         put_values(
             out, x_ptr, num_x, tl.where(program == 0, x_counted, 0), x_counted // PER_WORD, nonzero, amax, total,
-            squares, columns_magic, columns_shift, columns, apart, KIND, APART, ROWS, UNROLL * ROWS * 4,
+            squares, columns_magic, columns_shift, columns, apart, rows_magic, rows_shift, jump, KIND, APART, ROWS,
+            UNROLL * ROWS * 4,
         )  # fmt: skip  # one program tells the number for all
     if CODES >= 0:
         put_codes(out, tl.where(program == 0, codes_counted, 0), code_nonzero, first, second, third, RANGE)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -76,14 +77,33 @@ def axes_of(x: torch.Tensor) -> list[tuple[int, int]]:
     return axes
 
 
-def rows_of(x: torch.Tensor) -> tuple[int, int] | None:
-    """(elements of a row, from one row to the next) if it is rows of whole vectors, each dense; otherwise None."""
+class Rows(NamedTuple):
+    """Dense rows that lie apart, in two dimensions or three.
+
+    Attributes:
+        length: vectors of 16 bytes in a row.
+        apart: vectors from the beginning of a row to that of the next.
+        num: rows after which there is a jump.
+        jump: how many vectors farther the next row then begins.
+    """
+
+    length: int
+    apart: int
+    num: int
+    jump: int
+
+
+def rows_of(x: torch.Tensor) -> Rows | None:
+    """How its rows lie, if they are of whole vectors; otherwise None."""
     axes = axes_of(x)
-    if len(axes) != 2 or x.dtype not in KINDS or not x.numel() or x.data_ptr() % _VECTOR_BYTES:
+    if not 2 <= len(axes) <= 3 or x.dtype not in KINDS or not x.numel() or x.data_ptr() % _VECTOR_BYTES:
         return None
-    (_, apart), (length, stride) = axes
+    (num_outer, outer), (num, apart), (length, stride) = [(1, 0)] * (3 - len(axes)) + axes
     a_vector = _VECTOR_BYTES // x.dtype.itemsize
-    return (length, apart) if stride == 1 and apart >= 0 and not length % a_vector and not apart % a_vector else None
+    if stride != 1 or length % a_vector or apart % a_vector or outer % a_vector:
+        return None
+    jump = outer - num * apart if num_outer > 1 else 0
+    return Rows(length // a_vector, apart // a_vector, num, jump // a_vector)
 
 
 def is_simple(tensor: torch.Tensor, multiple: int) -> bool:

@@ -165,7 +165,7 @@ def record_pass(
         words_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         fused.put_values(
             out, words_ptr, num_x, tl.where(program == 0, numel, 0), numel // PER_WORD, nonzero, amax, total, squares,
-            0, 0, 0, 0, KIND, False, ROWS, UNROLL * ROWS * 4,
+            0, 0, 0, 0, 0, 0, 0, KIND, False, ROWS, UNROLL * ROWS * 4,
         )  # fmt: skip
     else:
         codes_ptr, codes_copy_ptr = fused.words_of(codes_ptr, codes_copy_ptr, slot, codes_stride, COPY_CODES)

@@ -74,22 +74,25 @@ def _moved(from_ptrs, to_ptr, index, left, COPY: tl.constexpr, WHOLE: tl.constex
 
 
 @triton.jit
-def _lane_of(lane, magic, shift, lanes, apart):
+def _lane_of(lane, magic, shift, lanes, apart, rows_magic, rows_shift, jump):
     """Where a lane of 16 bytes lies, in lanes: in rows of ``lanes`` of them, each ``apart`` lanes from the one before.
 
-    ``magic`` and ``shift`` divide by ``lanes``: ``arguments.magic_of``.
+    After so many rows there is a ``jump`` of more lanes, or fewer. The magics and shifts divide by both numbers, see
+    ``arguments.magic_of``.
     """
-    return lane + ((lane * magic) >> shift) * (apart - lanes)
+    row = (lane * magic) >> shift
+    return lane + row * (apart - lanes) + ((row * rows_magic) >> rows_shift) * jump
 
 
 @triton.jit
 def _move_values(
-    x_ptr, copy_ptr, start, index, left, magic, shift, lanes, apart, COPY: tl.constexpr, WHOLE: tl.constexpr,
-    APART: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    x_ptr, copy_ptr, start, index, left, magic, shift, lanes, apart, rows_magic, rows_shift, jump, COPY: tl.constexpr,
+    WHOLE: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """``move`` the block from word ``start`` on, of values whose rows may lie apart."""
     if APART:
-        lane = _lane_of(start // 4 + lanes_of(1, ROWS, UNROLL), magic, shift, lanes, apart)
+        lane = start // 4 + lanes_of(1, ROWS, UNROLL)
+        lane = _lane_of(lane, magic, shift, lanes, apart, rows_magic, rows_shift, jump)
         from_ptrs = x_ptr + (lane * 4 + tl.arange(0, 4)[None, None, :])
         words = _moved(from_ptrs, copy_ptr + start, index, left, COPY, WHOLE)
     else:
@@ -128,8 +131,8 @@ def join_values(nonzero, amax, total, squares, nonzero_2, amax_2, total_2, squar
 
 @triton.jit
 def values_pass(
-    x_ptr, copy_ptr, n, limit, magic, shift, lanes, apart, KIND: tl.constexpr, COPY: tl.constexpr,
-    MASKED: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    x_ptr, copy_ptr, n, limit, magic, shift, lanes, apart, rows_magic, rows_shift, jump, KIND: tl.constexpr,
+    COPY: tl.constexpr, MASKED: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """``n`` words of one or two values, of which ``limit`` count: four results of this program, scalars.
 
@@ -145,8 +148,9 @@ def values_pass(
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(first, n - BLOCK + 1, step):
         words = _move_values(
-            x_ptr, copy_ptr, start, index, BLOCK, magic, shift, lanes, apart, COPY, True, APART, ROWS, UNROLL
-        )
+            x_ptr, copy_ptr, start, index, BLOCK, magic, shift, lanes, apart, rows_magic, rows_shift, jump, COPY, True,
+            APART, ROWS, UNROLL,
+        )  # fmt: skip
         if MASKED:
             words = tl.where(index < left_of(limit, start, BLOCK), words, 0)
         a, b, c, d = _look_at_values(words, KIND)
@@ -155,8 +159,9 @@ def values_pass(
     if (start < n) & (start % step == first):
         left = left_of(n, start, BLOCK)
         words = _move_values(
-            x_ptr, copy_ptr, start, index, left, magic, shift, lanes, apart, COPY, False, APART, ROWS, UNROLL
-        )
+            x_ptr, copy_ptr, start, index, left, magic, shift, lanes, apart, rows_magic, rows_shift, jump, COPY, False,
+            APART, ROWS, UNROLL,
+        )  # fmt: skip
         if MASKED:
             words = tl.where(index < left_of(limit, start, BLOCK), words, 0)
         a, b, c, d = _look_at_values(words, KIND)
@@ -193,8 +198,8 @@ def _look_exactly(x):
 
 @triton.jit
 def values_exactly(
-    x_ptr, n, limit, magic, shift, lanes, apart, KIND: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, n, limit, magic, shift, lanes, apart, rows_magic, rows_shift, jump, KIND: tl.constexpr, APART: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same share as ``values_pass`` with blocks of ``BLOCK`` words: NaN, Inf, -Inf, finite amax, sum, squares."""
     PER_WORD: tl.constexpr = 2 if KIND < 2 else 1
@@ -214,7 +219,8 @@ def values_exactly(
             at = tl.arange(0, ROWS)
             place = start + at
             if APART:
-                place = _lane_of(place // 4, magic, shift, lanes, apart) * 4 + at % 4
+                lane = _lane_of(place // 4, magic, shift, lanes, apart, rows_magic, rows_shift, jump)
+                place = lane * 4 + at % 4
             words = tl.load(x_ptr + place, mask=at < left_of(limit, start, ROWS), other=0)
             if PER_WORD == 2:
                 low, high = as_halves(words, KIND)
