@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -338,8 +339,9 @@ def test_division_by_multiplication(divisor):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
-def test_a_kernel_never_seen_is_captured_into_a_graph_and_replayed():
-    x = values(64, 264, dtype=torch.float16).to(DEVICE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int16])
+def test_a_kernel_never_seen_is_captured_into_a_graph_and_replayed(dtype):
+    x = values(64, 264, dtype=torch.float16).to(DEVICE, dtype)
     room = destination_for(x, [], DEVICE)
     slot, tick = torch.tensor([2], device=DEVICE), torch.tensor([9], device=DEVICE)
     rows = torch.tensor([60], device=DEVICE)
@@ -370,6 +372,33 @@ def test_launches_go_to_the_driver_directly():
     prepared._directs = None  # as where the driver sees other parameters
     device.capture(CapturePlan(), room, x.fill_(4), [], slot, tick)
     assert room.statistics[2, Statistic.AMAX].item() == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_two_threads_on_two_streams_share_a_place():
+    """Each launch goes to its own stream with its own addresses, whoever came between."""
+    plan, tick = CapturePlan(), torch.tensor([9], device=DEVICE)
+    given = [torch.full((64, 264), size, dtype=torch.bfloat16, device=DEVICE) for size in (1.0, 2.0)]
+    slots = [torch.tensor([number], device=DEVICE) for number in range(2)]
+    room = destination_for(given[0], [], DEVICE)
+    device.capture(plan, room, given[0], [], slots[0], tick)
+    torch.cuda.synchronize()
+
+    def record(number: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(200):
+                device.capture(plan, room, given[number], [], slots[number], tick)
+
+    threads = [threading.Thread(target=record, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    for number, x in enumerate(given):
+        assert torch.equal(room.high_precision[number], x)
+        assert room.statistics[number, Statistic.SUM].item() == (number + 1) * x.numel()
 
 
 def test_a_kernel_that_fails_ends_their_use_and_loses_nothing(monkeypatch, caplog):

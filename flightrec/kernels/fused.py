@@ -171,7 +171,7 @@ def record_pass(
     """Everything of one record. KIND: 0 bfloat16, 1 float16, 2 float32, -1 none; CODES: 0 E4M3, 1 E5M2, -1 none.
 
     ``num_x``, ``num_codes``: words; ``x_row``, ``codes_row``: elements of a row of dimension 0; ``limit``: rows that
-    count. ``columns`` and the magics: ``pairing``; APART: values alone, in rows of so many lanes, ``apart``: ``passes``.
+    count. ``columns`` and the magics: ``pairing``; APART: values alone, in rows that lie ``apart``, see ``passes``.
     ``present``: columns with a value; ``owned``: those written.
     """
     program = tl.program_id(0)
