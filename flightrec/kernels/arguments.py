@@ -9,8 +9,9 @@ import torch
 
 from flightrec.kernels import finishing, fused
 from flightrec.kernels.formats import CODE_FORMATS
-from flightrec.kernels.known import CODES, KINDS, Known, elements_a_row, is_aligned, is_simple
-from flightrec.kernels.launch import GROUP, Launch, num_programs
+from flightrec.kernels.known import CODES, Known
+from flightrec.kernels.launch import GROUP, Cells, Launch, num_programs
+from flightrec.kernels.lying import KINDS, Way, elements_a_row, is_aligned, is_simple, rows_of
 from flightrec.records import NUM_STATISTICS, Statistic
 
 SIZES = {"values": (8, 2, 4), "codes": (8, 2, 4), "pair": (4, 2, 5), "pair_in_blocks": (4, 1, 8)}
@@ -23,9 +24,13 @@ _CODES = sum(1 << column for column in (8, 9, 10, 11, 12, Statistic.QUANTIZED_LA
 
 
 class Part:
-    """One launch of the kernel: a record's values, codes or both. With the codes goes all that belongs to them."""
+    """One launch of the kernel: a record's values, codes or both. With the codes goes all that belongs to them.
 
-    __slots__ = ("_launch", "_places")
+    Attributes:
+        launch: with all arguments that stay.
+    """
+
+    __slots__ = ("_places", "launch")
 
     def __init__(self, known: Known, *, with_values: bool, with_codes: bool) -> None:
         plan = known.plan
@@ -56,43 +61,25 @@ class Part:
             "COPY_X": x is not None and known.destination.high_precision is not None,
             "COPY_CODES": codes is not None and known.destination.parts[plan.codes] is not None,
             "MASKED": known.valid_rows is not None,
+            "APART": x is not None and known.way is Way.ROWS,
             "ROWS": rows,
             "UNROLL": unroll,
             "GROUP": GROUP,
         }
         present = present_columns(known, x, codes, with_codes=with_codes, has_error=has_error)
         owned = present if with_codes and not with_values and known.x is not None else EVERY
-        static = [*places_of(known, x, codes), *sizes_of(x, codes), present, owned]
+        static = [*places_of(known, x, codes), *sizes_of(x, codes), *_apart(known, x), present, owned]
         static += _words(known, plan.scale if constants["BLOCKS"] else -1)
         static += _words(known, known.more if with_codes else -1)
         static += [*_lying(known, x), *histories_of(known), *small_parts(known, with_codes=with_codes)]
-        self._launch = Launch(fused.record_pass, num, device, static, constants, num_warps)
+        self.launch = Launch(fused.record_pass, num, device, static, constants, num_warps)
 
-    def __call__(
-        self,
-        tensors: Sequence[torch.Tensor | None],
-        pointers: list[int],
-        slot: torch.Tensor,
-        tick: torch.Tensor,
-        valid_rows: int | torch.Tensor | None,
-        stream: int,
-        captures: bool,
-    ) -> None:
-        """Queue it on the current stream; ``captures``: into a graph. ``tensors``: values and parts; their places."""
-        if not self._launch.is_ready:
-            self._first(tensors, slot, tick, valid_rows, stream, captures)
-            return
-        given = [pointers[at] for _, at in self._places]
-        given += (slot.data_ptr(), tick.data_ptr())
-        if valid_rows is None:
-            given.append(0)
-        elif isinstance(valid_rows, int):
-            given.append(valid_rows)
-        else:
-            given += (valid_rows.data_ptr(), 0)
-        self._launch.again(given, stream, captures)
+    def cells(self, cells: Cells, valid_rows: object) -> list[int]:
+        """The cell of each argument that changes, without those that are absent; ``valid_rows`` as in a record."""
+        rows = [cells.rows, cells.nothing] if isinstance(valid_rows, torch.Tensor) else [cells.rows]
+        return [*(at for _, at in self._places), cells.slot, cells.tick, *rows]
 
-    def _first(
+    def first(
         self,
         tensors: Sequence[torch.Tensor | None],
         slot: torch.Tensor,
@@ -101,6 +88,7 @@ class Part:
         stream: int,
         captures: bool,
     ) -> None:
+        """As ``Launch.first``; ``tensors`` are the values, or None, and the parts."""
         dynamic: list[torch.Tensor | int | None] = [*_NO_TENSORS, slot, tick, None, 0]
         for place, at in self._places:
             dynamic[place] = tensors[at]
@@ -108,24 +96,47 @@ class Part:
             dynamic[-2] = valid_rows
         elif valid_rows is not None:
             dynamic[-1] = valid_rows
-        self._launch.first(dynamic, stream, captures)
+        self.launch.first(dynamic, stream, captures)
 
 
 _NO_TENSORS = [None] * (7 + finishing.MAX_SMALL)
 
 
-def copying(target: torch.Tensor, part: torch.Tensor) -> Launch | None:
-    """The launch that copies a dense part and does no more; None for one that is not dense or has an odd size."""
-    num_bytes = bytes_of(part)
-    if not (is_simple(part, 1) and num_bytes % 4 == 0 and is_aligned(target)):
-        return None
-    num_warps, unroll, programs_an_sm = SIZES["values"]
-    rows = 32 * num_warps
-    num = num_programs(-(-num_bytes // (16 * rows * unroll)), programs_an_sm, target.device)
-    static = [target, target.stride(0) * target.dtype.itemsize // 16, num_bytes // 4]
-    return Launch(
-        fused.copy_pass, num, target.device, static, {"ROWS": rows, "UNROLL": unroll}, num_warps, has_scratch=False
-    )
+class CopyPart(Part):
+    """The launch that copies a dense part, number ``at``, and does no more."""
+
+    __slots__ = ()
+
+    def __init__(self, target: torch.Tensor, part: torch.Tensor, at: int) -> None:
+        num_bytes = bytes_of(part)
+        self._places = [(0, at + 1)]
+        num_warps, unroll, programs_an_sm = SIZES["values"]
+        rows = 32 * num_warps
+        num = num_programs(-(-num_bytes // (16 * rows * unroll)), programs_an_sm, target.device)
+        static = [target, target.stride(0) * target.dtype.itemsize // 16, num_bytes // 4]
+        constants = {"ROWS": rows, "UNROLL": unroll}
+        self.launch = Launch(fused.copy_pass, num, target.device, static, constants, num_warps, has_scratch=False)
+
+    @staticmethod
+    def can_copy(target: torch.Tensor, part: torch.Tensor) -> bool:
+        """Whether the part is dense and of whole words."""
+        return is_simple(part, 1) and bytes_of(part) % 4 == 0 and is_aligned(target)
+
+    def cells(self, cells: Cells, valid_rows: object) -> list[int]:  # noqa: ARG002  it has no rows
+        """As of any part."""
+        return [self._places[0][1], cells.slot]
+
+    def first(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        slot: torch.Tensor,
+        tick: torch.Tensor,  # noqa: ARG002
+        valid_rows: int | torch.Tensor | None,  # noqa: ARG002
+        stream: int,
+        captures: bool,
+    ) -> None:
+        """As of any part."""
+        self.launch.first([tensors[self._places[0][1]], slot], stream, captures)
 
 
 def present_columns(
@@ -179,6 +190,12 @@ def sizes_of(x: torch.Tensor | None, codes: torch.Tensor | None) -> list[int]:
     ]
 
 
+def _apart(known: Known, x: torch.Tensor | None) -> tuple[int, int]:
+    """Lanes of 16 bytes from one row of values to the next, and of a jump, where these are read by rows."""
+    rows = rows_of(x) if x is not None and known.way is Way.ROWS else None
+    return (0, 0) if rows is None else (rows.apart, rows.jump)
+
+
 def _words(known: Known, at: int) -> list[Any]:
     """How the words of a scale lie, and where their copy goes."""
     if at < 0:
@@ -189,7 +206,10 @@ def _words(known: Known, at: int) -> list[Any]:
 
 
 def _lying(known: Known, x: torch.Tensor | None) -> list[int]:
-    """Which scale a lane of 16 bytes of ``x`` has."""
+    """Which scale a lane of 16 bytes of ``x`` has; or the row that it is in, of those that lie apart."""
+    rows = rows_of(x) if x is not None and known.way is Way.ROWS else None
+    if rows is not None:
+        return [*magic_of(rows.length), rows.length, *magic_of(rows.num), 0, 0]
     if known.grid is None or x is None:
         return [0] * 7
     a_lane = 16 // x.dtype.itemsize

@@ -32,6 +32,19 @@ def copy_words(from_ptr, from_stride, to_ptr, slot, slot_stride, n):
 
 
 @triton.jit
+def copy_small(
+    mine, slot, part_0, from_0, to_0, stride_0, n_0, part_1, from_1, to_1, stride_1, n_1, part_2, from_2, to_2,
+    stride_2, n_2, part_3, from_3, to_3, stride_3, n_3,
+):  # fmt: skip
+    """Copy the small components, for one program to do."""
+    if mine:
+        copy_words(part_0, from_0, to_0, slot, stride_0, n_0)
+        copy_words(part_1, from_1, to_1, slot, stride_1, n_1)
+        copy_words(part_2, from_2, to_2, slot, stride_2, n_2)
+        copy_words(part_3, from_3, to_3, slot, stride_3, n_3)
+
+
+@triton.jit
 def _largest_word(ptr, stride, n):
     """Largest finite of ``n`` float32 words; minus infinity without one."""
     found = tl.full([1024], float("-inf"), tl.float32)
@@ -96,13 +109,14 @@ def finish_words(row_ptr, amax_ptr, num_amax, history_ptr, history_stride, num_h
     """The quantizer's amax and the largest of past ones, for one program to say; gives back the latter."""
     amax = tl.full([], float("-inf"), tl.float32)
     past = amax
-    if mine:
-        if amax_ptr is not None:
-            amax = _largest_word(amax_ptr, 1, num_amax)
-        if history_ptr is not None:
-            past = _largest_word(history_ptr, history_stride, num_history)
-    put(row_ptr, 24, amax)
-    put(row_ptr, 25, past)
+    if amax_ptr is not None or history_ptr is not None:
+        if mine:
+            if amax_ptr is not None:
+                amax = _largest_word(amax_ptr, 1, num_amax)
+            if history_ptr is not None:
+                past = _largest_word(history_ptr, history_stride, num_history)
+        put(row_ptr, 24, amax)
+        put(row_ptr, 25, past)
     return past
 
 

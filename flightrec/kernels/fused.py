@@ -14,7 +14,7 @@ from flightrec.kernels import finishing, pairing, passes
 
 _WIDE = (
     "x_stride", "codes_stride", "row_stride", "stamp_stride", "num_x", "num_codes", "numel", "code_numel", "x_row",
-    "codes_row", "limit", "scale_row_stride", "scale_column_stride", "scale_stride", "more_row_stride",
+    "codes_row", "apart", "jump", "limit", "scale_row_stride", "scale_column_stride", "scale_stride", "more_row_stride",
     "more_column_stride", "more_stride", "columns_magic", "rows_magic", "block_magic", "history_stride", "from_0",
     "stride_0", "from_1", "stride_1", "from_2", "stride_2", "from_3", "stride_3",
 )  # fmt: skip
@@ -31,8 +31,8 @@ _POINTERS = (
 
 @triton.jit
 def put_values(
-    out, x_ptr, num_words, numel, counted, nonzero, amax, total, squares, KIND: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    out, x_ptr, num_words, numel, counted, nonzero, amax, total, squares, magic, shift, lanes, apart, rows_magic,
+    rows_shift, jump, KIND: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """What the first look found, or the exact one where it takes that."""
     nan = tl.full([], 0, tl.int64)
@@ -40,8 +40,9 @@ def put_values(
     negative = tl.full([], 0, tl.int64)
     if passes.are_ordinary(amax, squares, KIND) == 0:
         nan, positive, negative, amax, total, squares = passes.values_exactly(
-            x_ptr, num_words, counted, KIND, ROWS, BLOCK
-        )
+            x_ptr, num_words, counted, magic, shift, lanes, apart, rows_magic, rows_shift, jump, KIND, APART, ROWS,
+            BLOCK,
+        )  # fmt: skip
     finishing.put(out, 0, numel)
     finishing.put(out, 1, nan)
     finishing.put(out, 2, positive)
@@ -152,7 +153,7 @@ def record_pass(
     # what does not
     x_copy_ptr, x_stride: tl.int64, codes_copy_ptr, codes_stride: tl.int64, row_ptr, row_stride: tl.int64, stamp_ptr,
     stamp_stride: tl.int64, num_x: tl.int64, num_codes: tl.int64, numel: tl.int64, code_numel: tl.int64,
-    x_row: tl.int64, codes_row: tl.int64, present: tl.int32, owned: tl.int32,
+    x_row: tl.int64, codes_row: tl.int64, apart: tl.int64, jump: tl.int64, present: tl.int32, owned: tl.int32,
     scale_rows: tl.int32, scale_columns: tl.int32, scale_row_stride: tl.int64, scale_column_stride: tl.int64,
     scale_copy_ptr, scale_stride: tl.int64,
     more_rows: tl.int32, more_columns: tl.int32, more_row_stride: tl.int64, more_column_stride: tl.int64,
@@ -164,12 +165,14 @@ def record_pass(
     stride_3: tl.int64, n_3: tl.int32,
     KIND: tl.constexpr, CODES: tl.constexpr, PAIR: tl.constexpr, ERROR: tl.constexpr, SCALED: tl.constexpr,
     BLOCKS: tl.constexpr, MULTIPLY: tl.constexpr, INVERSE: tl.constexpr, RANGE: tl.constexpr, COPY_X: tl.constexpr,
-    COPY_CODES: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr, GROUP: tl.constexpr,
+    COPY_CODES: tl.constexpr, MASKED: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """Everything of one record. KIND: 0 bfloat16, 1 float16, 2 float32, -1 none; CODES: 0 E4M3, 1 E5M2, -1 none.
 
     ``num_x``, ``num_codes``: words; ``x_row``, ``codes_row``: elements of a row of dimension 0; ``limit``: rows that
-    count. ``columns`` and the magics: ``pairing``. ``present``: columns with a value; ``owned``: those written.
+    count. ``columns`` and the magics: ``pairing``; APART: values alone, in rows that lie ``apart``, see ``passes``.
+    ``present``: columns with a value; ``owned``: those written.
     """
     program = tl.program_id(0)
     mine = program == tl.num_programs(0) - 1  # of all programs the one that has the least to do
@@ -177,14 +180,11 @@ def record_pass(
     if slot < 0:  # in a captured graph, what does not have its turn
         return
     out = scratch_ptr + program.to(tl.int64) * finishing.WIDTH
-    if mine:
-        finishing.copy_words(part_0, from_0, to_0, slot, stride_0, n_0)
-        finishing.copy_words(part_1, from_1, to_1, slot, stride_1, n_1)
-        finishing.copy_words(part_2, from_2, to_2, slot, stride_2, n_2)
-        finishing.copy_words(part_3, from_3, to_3, slot, stride_3, n_3)
-    past = tl.full([], float("-inf"), tl.float32)
-    if amax_ptr is not None or history_ptr is not None:
-        past = finishing.finish_words(out, amax_ptr, num_amax, history_ptr, history_stride, num_history, mine)
+    finishing.copy_small(
+        mine, slot, part_0, from_0, to_0, stride_0, n_0, part_1, from_1, to_1, stride_1, n_1, part_2, from_2, to_2,
+        stride_2, n_2, part_3, from_3, to_3, stride_3, n_3,
+    )  # fmt: skip
+    past = finishing.finish_words(out, amax_ptr, num_amax, history_ptr, history_stride, num_history, mine)
     if SCALED:
         _put_scales(
             out, slot, scale_ptr, scale_rows, scale_columns, scale_row_stride, scale_column_stride, scale_copy_ptr,
@@ -193,7 +193,6 @@ def record_pass(
         )  # fmt: skip
     x_counted = _counted(limit_ptr, limit, x_row, numel, MASKED)
     codes_counted = _counted(limit_ptr, limit, codes_row, code_numel, MASKED)
-    x_mine = tl.where(program == 0, x_counted, 0)  # one program tells the number for all
     PER_WORD: tl.constexpr = 1 if KIND == 2 else 2
     if KIND >= 0:
         x_ptr, x_copy_ptr = words_of(x_ptr, x_copy_ptr, slot, x_stride, COPY_X)
@@ -208,17 +207,19 @@ def record_pass(
         )  # fmt: skip
     elif KIND >= 0:
         nonzero, amax, total, squares = passes.values_pass(
-            x_ptr, x_copy_ptr, num_x, x_counted // PER_WORD, KIND, COPY_X, MASKED, ROWS, UNROLL
-        )
+            x_ptr, x_copy_ptr, num_x, x_counted // PER_WORD, columns_magic, columns_shift, columns, apart, rows_magic,
+            rows_shift, jump, KIND, COPY_X, MASKED, APART, ROWS, UNROLL,
+        )  # fmt: skip
     else:
         code_nonzero, first, second, third = passes.codes_pass(
             codes_ptr, codes_copy_ptr, num_codes, codes_counted // 4, CODES, COPY_CODES, MASKED, ROWS, UNROLL
         )
     if KIND >= 0:
         put_values(
-            out, x_ptr, num_x, x_mine, x_counted // PER_WORD, nonzero, amax, total, squares, KIND, ROWS,
+            out, x_ptr, num_x, tl.where(program == 0, x_counted, 0), x_counted // PER_WORD, nonzero, amax, total,
+            squares, columns_magic, columns_shift, columns, apart, rows_magic, rows_shift, jump, KIND, APART, ROWS,
             UNROLL * ROWS * 4,
-        )  # fmt: skip
+        )  # fmt: skip  # one program tells the number for all
     if CODES >= 0:
         put_codes(out, tl.where(program == 0, codes_counted, 0), code_nonzero, first, second, third, RANGE)
     finishing.join(

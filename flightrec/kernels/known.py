@@ -13,9 +13,9 @@ import torch
 
 from flightrec.kernels import finishing
 from flightrec.kernels.formats import CODE_FORMATS
+from flightrec.kernels.lying import Way, elements_a_row, is_aligned, is_simple, way_of
 from flightrec.kernels.plan import CapturePlan, Destination
 
-KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 CODES = {"float8_e4m3fn": 0, "float8_e5m2": 1, "float4_e2m1fn_x2": 2}
 SCALES = {"float32": 0, "float8_e8m0fnu": 1, "float8_e4m3fn": 2}
 _SMALL = 4096
@@ -39,7 +39,7 @@ class Known:
 
     __slots__ = (
         "codes", "destination", "grid", "is_packed", "more", "other", "parts", "plan", "scale", "small", "valid_rows",
-        "x",
+        "way", "x",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +60,7 @@ class Known:
         )
         """The record is one of ``packed``'s: FP4 codes, scales that are codes, or two levels of scale."""
         self.small: list[int] = []
+        self.way = Way.NONE if x is None else way_of(x, is_pair=self.is_pair, is_masked=valid_rows is not None)
 
     # -- is it a record that the kernels know?
 
@@ -70,7 +71,9 @@ class Known:
             return False
         if codes is None and plan.scale >= 0:
             return False
-        if x is not None and not (x.dtype in KINDS and is_simple(x, 1 if x.dtype is torch.float32 else 2)):
+        if x is not None and self.way in (Way.NONE, Way.COPIED):
+            return False
+        if codes is None and self.way is Way.PLAIN and (plan.history >= 0 or plan.amax >= 0):
             return False
         if codes is not None and not (plan.format in CODES and codes.dtype.itemsize == 1 and is_simple(codes, 4)):
             return False
@@ -85,7 +88,7 @@ class Known:
         )
 
     def _knows_places(self) -> bool:
-        targets = [self.destination.high_precision if self.x is not None else None]
+        targets = [self.destination.high_precision if self.way in (Way.WHOLE, Way.ROWS) else None]
         targets += [self.destination.parts[self.plan.codes] if self.codes is not None else None]
         return all(target is None or is_aligned(target) for target in targets)
 
@@ -93,10 +96,10 @@ class Known:
         """Rows must end where words of the passes end, and those of values and codes must be the same."""
         if isinstance(self.valid_rows, torch.Tensor) and self.valid_rows.dtype not in _COUNTS:
             return False
-        given = [tensor for tensor in (self.x, self.codes) if tensor is not None]
+        given = [tensor for tensor in (None if self.way is Way.PLAIN else self.x, self.codes) if tensor is not None]
         if any(not tensor.dim() or elements_a_row(tensor) % 4 for tensor in given):
             return False
-        return len({tensor.shape[0] for tensor in given}) == 1
+        return len({tensor.shape[0] for tensor in given}) <= 1
 
     def _knows_scales(self) -> bool:
         plan = self.plan
@@ -203,6 +206,8 @@ class Known:
         return columns % 8 == 0 and (block % 8 == 0 or block >= columns or (self.is_packed and block == 1))
 
     def _knows_copies(self) -> bool:
+        if self.codes is None and self.way is Way.PLAIN:
+            return True  # each by itself
         for at, target in enumerate(self.destination.parts):
             part = self.parts[at]
             if target is None or at in (self.plan.codes, self.more) or (at == self.plan.scale and self.grid):
@@ -270,24 +275,3 @@ def in_two(words: torch.Tensor) -> torch.Tensor | None:
         return words.view(-1, words.shape[-1] if words.dim() else 1)
     except RuntimeError:
         return None
-
-
-def elements_a_row(tensor: torch.Tensor) -> int:
-    """Elements of one index of dimension 0."""
-    return tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 1
-
-
-def is_aligned(target: torch.Tensor) -> bool:
-    """Whether every slot's place of a copy starts at a multiple of 16 bytes."""
-    return target.data_ptr() % 16 == 0 and target.stride(0) * target.dtype.itemsize % 16 == 0
-
-
-def is_simple(tensor: torch.Tensor, multiple: int) -> bool:
-    """Whether it is dense, aligned to 16 bytes, and has a number of elements that ``multiple`` divides."""
-    return (
-        tensor.numel() > 0
-        and tensor.numel() % multiple == 0
-        and tensor.is_contiguous()
-        and tensor.data_ptr() % 16 == 0
-        and not tensor.is_neg()
-    )

@@ -1,10 +1,10 @@
 """Launching the capture kernel: once by Triton, which compiles it, from then on by the CUDA driver itself.
 
-Triton's own launcher binds, specialises and looks up at every call: 15 to 19 us with ten arguments. A ``Launch`` holds
-the parameters of one place in the ring in memory that the driver reads, and fills in what changes. Whether the driver
-sees the same parameters as are known here is asked of the driver once; where it does not, or a launch is refused, it
-goes through Triton's compiled kernel, and where that looks different, through Triton. Runs on any thread and the
-current stream; waits for nothing.
+Triton's own launcher binds, specialises and looks up at every call: 15 to 19 us with ten arguments. So the parameters
+lie in memory that the driver reads: those that stay beside their ``Launch``, those that change in ``Cells``, which the
+launches of one record share. Whether the driver sees the same parameters as are known here is asked of the driver once;
+where it does not, or a launch is refused, it goes through Triton's compiled kernel, and where that looks different,
+through Triton. Runs on any thread and the current stream; waits for nothing.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import struct
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -57,14 +55,10 @@ def _num_sms(device: torch.device) -> int:
     return _sms[device]
 
 
-def stream_of(device: torch.device) -> int:
-    """The handle of the current stream."""
-    return _raw_stream(device.index) if device.type == "cuda" else 0
-
-
-_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda index: int(torch.cuda.current_stream(index).cuda_stream)
 )
+"""The handle of the current stream of a device, by its number."""
 
 
 class Launch:
@@ -76,8 +70,8 @@ class Launch:
     """
 
     __slots__ = (
-        "_compiled", "_constants", "_device", "_direct", "_given", "_has_scratch", "_kernel", "_num", "_options",
-        "_own", "_static", "is_ready",
+        "_compiled", "_constants", "_device", "_given", "_has_scratch", "_kernel", "_options", "_own", "_static",
+        "is_ready", "num",
     )  # fmt: skip
 
     def __init__(
@@ -91,15 +85,14 @@ class Launch:
         *,
         has_scratch: bool = True,
     ) -> None:
-        self._kernel, self._num, self._device, self._has_scratch = kernel, num, device, has_scratch
+        self._kernel, self.num, self._device, self._has_scratch = kernel, num, device, has_scratch
         self._static, self._constants = static, constants
         self._options = {"num_warps": num_warps, "enable_fp_fusion": True}
         self._compiled: Any = None
-        self._direct: _Direct | None = None
         self._given: list[bool] = []
         self._own: Scratch | None = None
         self.is_ready = False
-        """Compiled and loaded: ``again`` may be called."""
+        """Compiled and loaded: ``again`` and ``direct`` may be called."""
 
     def first(self, dynamic: list[torch.Tensor | int | None], stream: int, captures: bool) -> None:
         """Compile it and queue it on the current stream; ``captures``: that is being captured into a graph."""
@@ -107,32 +100,35 @@ class Launch:
         own = (scratch.partial, scratch.counters) if self._has_scratch else ()
         # A kernel is loaded at its first launch, which is legal beside a capture, not in it.
         with driver.relaxed() if captures and not driver.why_missing() else contextlib.nullcontext():
-            compiled = self._kernel[(self._num,)](*dynamic, *own, *self._static, **self._constants, **self._options)
+            compiled = self._kernel[(self.num,)](*dynamic, *own, *self._static, **self._constants, **self._options)
         if not all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata", "metadata")):
             return
         self._compiled, self._given = compiled, [value is not None for value in dynamic]
-        num_dynamic = sum(self._given) + len(own)
-        static = [_address(value) for value in self._static if value is not None]
-        self._direct = _direct(compiled, self._num, num_dynamic, static)
         self.is_ready = True
 
     def again(self, dynamic: list[int], stream: int, captures: bool) -> None:
         """Queue it on the current stream, whose handle is ``stream``; ``dynamic`` are addresses, without the absent."""
         own = self._scratch(stream, captures).pointers if self._has_scratch else ()
-        if self._direct is None or not self._direct(stream, *dynamic, *own):
-            given = iter(dynamic)
-            self._compiled.run(
-                self._num, 1, 1, stream, self._compiled.function, self._compiled.packed_metadata, None, None, None,
-                *[next(given) if is_given else None for is_given in self._given], *own,
-                *map(_address, self._static), *self._constants.values(),
-            )  # fmt: skip
+        given = iter(dynamic)
+        self._compiled.run(
+            self.num, 1, 1, stream, self._compiled.function, self._compiled.packed_metadata, None, None, None,
+            *[next(given) if is_given else None for is_given in self._given], *own,
+            *map(_address, self._static), *self._constants.values(),
+        )  # fmt: skip
+
+    def direct(self, cells: Cells, dynamic: list[int]) -> Direct | None:
+        """For the driver itself, with the cells of the ``dynamic`` arguments; None where it sees other parameters."""
+        if self._has_scratch:
+            dynamic = [*dynamic, cells.partial, cells.counters]
+        static = [_address(value) for value in self._static if value is not None]
+        return _direct(self._compiled, self.num, cells, dynamic, static)
 
     def _scratch(self, stream: int, captures: bool) -> Scratch:
         """The stream's; in a graph its own, since graphs captured on one stream may be replayed on several at once."""
         if not captures:
-            return _scratch.get((self._device.index or 0, stream)) or _scratch_of(self._device, stream, self._num)
+            return scratch_of(self._device, stream, self.num)
         if self._own is None:
-            self._own = _new_scratch(self._num, self._device)
+            self._own = _new_scratch(self.num, self._device)
             _captured.append(self._own)
         return self._own
 
@@ -141,8 +137,11 @@ def _address(value: Any) -> Any:
     return value.data_ptr() if isinstance(value, torch.Tensor) else value
 
 
-def _scratch_of(device: torch.device, stream: int, num: int) -> Scratch:
+def scratch_of(device: torch.device, stream: int, num: int) -> Scratch:
     """The stream's; launches on it follow each other, whatever thread they come from."""
+    scratch = _scratch.get((device.index or 0, stream))
+    if scratch is not None:
+        return scratch
     if len(_scratch) >= _MAX_STREAMS:
         return _new_scratch(num, device)  # the allocator gives it to nobody else before this stream is done with it
     return _scratch.setdefault((device.index or 0, stream), _new_scratch(_MAX_PROGRAMS, device))
@@ -172,28 +171,45 @@ class _Config(ctypes.Structure):
     )
 
 
-class _Direct:
-    """A loaded kernel, its grid and its parameters."""
+class Cells:
+    """The parameters of a record's launches that change: its tensors' addresses, then what the attributes number.
 
-    __slots__ = ("_at", "_config", "_function", "_launch", "_lock", "_pack", "_parameters", "_values")
+    Attributes:
+        memory: eight bytes each.
+        slot, tick: addresses of both.
+        rows: those that count, or the address of their number.
+        nothing: always 0.
+        partial, counters: addresses of the stream's scratch.
+    """
 
-    def __init__(self, launch: Any, function: int, config: _Config, num_dynamic: int, values: list[int]) -> None:
-        self._launch, self._function, self._config = launch, function, config
-        self._values = (ctypes.c_uint64 * len(values))(*[value & 0xFFFFFFFFFFFFFFFF for value in values])
-        start = ctypes.addressof(self._values)
-        self._parameters = (ctypes.c_void_p * len(values))(*[start + 8 * number for number in range(len(values))])
-        self._at = ctypes.addressof(config), ctypes.addressof(self._parameters)
-        self._pack = struct.Struct(f"<{num_dynamic}q").pack_into
-        self._lock = threading.Lock()
+    __slots__ = ("counters", "memory", "nothing", "partial", "rows", "slot", "tick")
 
-    def __call__(self, stream: int, *dynamic: int) -> bool:
-        """Whether the driver took it."""
-        config, parameters = self._at
-        with self._lock:  # the driver copies the parameters before it returns
-            self._pack(self._values, 0, *dynamic)
-            self._config.stream = stream
-            taken: bool = self._launch(config, self._function, parameters, None) == 0
-            return taken
+    def __init__(self, num_tensors: int) -> None:
+        self.slot, self.tick, self.rows, self.nothing, self.partial, self.counters = range(num_tensors, num_tensors + 6)
+        self.memory = (ctypes.c_uint64 * (num_tensors + 6))()
+
+
+class Direct:
+    """What the driver reads of a loaded kernel: its grid, and where its parameters lie.
+
+    Attributes:
+        launch: the driver's function, which takes the three ``arguments`` and a null pointer; 0 if it took them.
+        arguments: address of the grid, the kernel, address of the parameters' addresses.
+        config: the grid; its ``stream`` is to be set.
+    """
+
+    __slots__ = ("_kept", "arguments", "config", "launch")
+
+    def __init__(
+        self, launch: Any, function: int, config: _Config, cells: Cells, dynamic: list[int], values: list[int]
+    ) -> None:
+        self.launch, self.config = launch, config
+        own = (ctypes.c_uint64 * len(values))(*[value & 0xFFFFFFFFFFFFFFFF for value in values])
+        changing, start = ctypes.addressof(cells.memory), ctypes.addressof(own)
+        places = [changing + 8 * cell for cell in dynamic] + [start + 8 * number for number in range(len(values))]
+        parameters = (ctypes.c_void_p * len(places))(*places)
+        self._kept = own, parameters, cells
+        self.arguments = ctypes.addressof(config), function, ctypes.addressof(parameters)
 
 
 @functools.cache
@@ -208,7 +224,7 @@ def _driver() -> Any:
     return library
 
 
-def _direct(compiled: Any, num: int, num_dynamic: int, static: list[int]) -> _Direct | None:
+def _direct(compiled: Any, num: int, cells: Cells, dynamic: list[int], static: list[int]) -> Direct | None:
     """The kernel for the driver; None unless it takes these parameters, each at least as wide as its value."""
     metadata, library = compiled.metadata, _driver()
     plain = all(
@@ -220,6 +236,7 @@ def _direct(compiled: Any, num: int, num_dynamic: int, static: list[int]) -> _Di
     )  # fmt: skip
     if library is None or not plain or not isinstance(compiled.function, int):
         return None
+    num_dynamic = len(dynamic)
     known = num_dynamic + len(static)
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()
     sizes: list[int] = []
@@ -234,5 +251,4 @@ def _direct(compiled: Any, num: int, num_dynamic: int, static: list[int]) -> _Di
         return None
     block = 32 * metadata.num_warps
     config = _Config(num, 1, 1, block, 1, 1, metadata.shared, None, None, 0)
-    values = [0] * num_dynamic + static + [0] * hidden
-    return _Direct(library.cuLaunchKernelEx, compiled.function, config, num_dynamic, values)
+    return Direct(library.cuLaunchKernelEx, compiled.function, config, cells, dynamic, static + [0] * hidden)

@@ -143,13 +143,11 @@ def record_pass(
     if slot < 0:  # in a captured graph, what does not have its turn
         return
     out = scratch_ptr + program.to(tl.int64) * finishing.WIDTH
-    if mine:
-        finishing.copy_words(part_0, from_0, to_0, slot, stride_0, n_0)
-        finishing.copy_words(part_1, from_1, to_1, slot, stride_1, n_1)
-        finishing.copy_words(part_2, from_2, to_2, slot, stride_2, n_2)
-        finishing.copy_words(part_3, from_3, to_3, slot, stride_3, n_3)
-    if amax_ptr is not None or history_ptr is not None:
-        finishing.finish_words(out, amax_ptr, num_amax, history_ptr, history_stride, num_history, mine)
+    finishing.copy_small(
+        mine, slot, part_0, from_0, to_0, stride_0, n_0, part_1, from_1, to_1, stride_1, n_1, part_2, from_2, to_2,
+        stride_2, n_2, part_3, from_3, to_3, stride_3, n_3,
+    )  # fmt: skip
+    finishing.finish_words(out, amax_ptr, num_amax, history_ptr, history_stride, num_history, mine)
     if SCALED:
         _put_scales(
             out, slot, scale_ptr, scale_rows, scale_columns, scale_row_stride, scale_column_stride, scale_copy_ptr,
@@ -167,7 +165,7 @@ def record_pass(
         words_ptr = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         fused.put_values(
             out, words_ptr, num_x, tl.where(program == 0, numel, 0), numel // PER_WORD, nonzero, amax, total, squares,
-            KIND, ROWS, UNROLL * ROWS * 4,
+            0, 0, 0, 0, 0, 0, 0, KIND, False, ROWS, UNROLL * ROWS * 4,
         )  # fmt: skip
     else:
         codes_ptr, codes_copy_ptr = fused.words_of(codes_ptr, codes_copy_ptr, slot, codes_stride, COPY_CODES)

@@ -9,7 +9,8 @@ import torch
 
 from flightrec.kernels import arguments, launch, packed
 from flightrec.kernels.formats import CODE_FORMATS
-from flightrec.kernels.known import CODES, KINDS, SCALES, Known, in_two
+from flightrec.kernels.known import CODES, SCALES, Known, in_two
+from flightrec.kernels.lying import KINDS
 
 
 class PackedPart(arguments.Part):
@@ -56,12 +57,12 @@ class PackedPart(arguments.Part):
         static = [*arguments.places_of(known, x, codes), num_x, num_codes, numel, code_numel, present, owned]
         static += [*_words(known, plan.scale), *_words(known, known.more), *_second(known), *_lying(known, x)]
         static += [*arguments.histories_of(known), *arguments.small_parts(known, with_codes=True)]
-        self._launch = launch.Launch(packed.record_pass, num, device, static, constants, num_warps)
+        self.launch = launch.Launch(packed.record_pass, num, device, static, constants, num_warps)
 
-    def _first(self, tensors: Sequence[torch.Tensor | None], *rest: Any) -> None:
-        """Codes as bytes: Triton does not know all of their types."""
+    def first(self, tensors: Sequence[torch.Tensor | None], *rest: Any) -> None:
+        """As of any part. Codes as bytes: Triton does not know all of their types."""
         as_bytes = [t.view(torch.uint8) if t is not None and t.dtype.itemsize == 1 else t for t in tensors]
-        super()._first(as_bytes, *rest)
+        super().first(as_bytes, *rest)
 
 
 def _words(known: Known, at: int) -> list[Any]:

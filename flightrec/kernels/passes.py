@@ -57,14 +57,46 @@ def left_of(end, start, BLOCK: tl.constexpr):
 @triton.jit
 def move(from_ptr, to_ptr, index, left, COPY: tl.constexpr, WHOLE: tl.constexpr):
     """Load a block and store it; words from ``left`` on are 0 and not stored."""
+    return _moved(from_ptr + index, to_ptr, index, left, COPY, WHOLE)
+
+
+@triton.jit
+def _moved(from_ptrs, to_ptr, index, left, COPY: tl.constexpr, WHOLE: tl.constexpr):
     if WHOLE:
-        words = tl.load(from_ptr + index)
+        words = tl.load(from_ptrs)
         if COPY:
             tl.store(to_ptr + index, words)
     else:
-        words = tl.load(from_ptr + index, mask=index < left, other=0)
+        words = tl.load(from_ptrs, mask=index < left, other=0)
         if COPY:
             tl.store(to_ptr + index, words, mask=index < left)
+    return words
+
+
+@triton.jit
+def _lane_of(lane, magic, shift, lanes, apart, rows_magic, rows_shift, jump):
+    """Where a lane of 16 bytes lies, in lanes: in rows of ``lanes`` of them, each ``apart`` lanes from the one before.
+
+    After so many rows there is a ``jump`` of more lanes, or fewer. The magics and shifts divide by both numbers, see
+    ``arguments.magic_of``.
+    """
+    row = (lane * magic) >> shift
+    return lane + row * (apart - lanes) + ((row * rows_magic) >> rows_shift) * jump
+
+
+@triton.jit
+def _move_values(
+    x_ptr, copy_ptr, start, index, left, magic, shift, lanes, apart, rows_magic, rows_shift, jump, COPY: tl.constexpr,
+    WHOLE: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """``move`` the block from word ``start`` on, of values whose rows may lie apart."""
+    if APART:
+        lane = start // 4 + lanes_of(1, ROWS, UNROLL)
+        lane = _lane_of(lane, magic, shift, lanes, apart, rows_magic, rows_shift, jump)
+        from_ptrs = x_ptr + (lane * 4 + tl.arange(0, 4)[None, None, :])
+        words = _moved(from_ptrs, copy_ptr + start, index, left, COPY, WHOLE)
+    else:
+        words = move(x_ptr + start, copy_ptr + start, index, left, COPY, WHOLE)
     return words
 
 
@@ -99,10 +131,13 @@ def join_values(nonzero, amax, total, squares, nonzero_2, amax_2, total_2, squar
 
 @triton.jit
 def values_pass(
-    x_ptr, copy_ptr, n, limit, KIND: tl.constexpr, COPY: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    x_ptr, copy_ptr, n, limit, magic, shift, lanes, apart, rows_magic, rows_shift, jump, KIND: tl.constexpr,
+    COPY: tl.constexpr, MASKED: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """``n`` words of one or two values, of which ``limit`` count: four results of this program, scalars."""
+    """``n`` words of one or two values, of which ``limit`` count: four results of this program, scalars.
+
+    APART: in rows that lie apart, see ``_lane_of``.
+    """
     BLOCK: tl.constexpr = UNROLL * ROWS * 4
     index = lanes_of(4, ROWS, UNROLL)
     nonzero = tl.zeros([ROWS], tl.int32)
@@ -112,14 +147,21 @@ def values_pass(
     first = tl.program_id(0).to(tl.int64) * BLOCK
     step = tl.num_programs(0).to(tl.int64) * BLOCK
     for start in range(first, n - BLOCK + 1, step):
-        words = move(x_ptr + start, copy_ptr + start, index, BLOCK, COPY, True)
+        words = _move_values(
+            x_ptr, copy_ptr, start, index, BLOCK, magic, shift, lanes, apart, rows_magic, rows_shift, jump, COPY, True,
+            APART, ROWS, UNROLL,
+        )  # fmt: skip
         if MASKED:
             words = tl.where(index < left_of(limit, start, BLOCK), words, 0)
         a, b, c, d = _look_at_values(words, KIND)
         nonzero, amax, total, squares = join_values(nonzero, amax, total, squares, a, b, c, d)
     start = n // BLOCK * BLOCK
     if (start < n) & (start % step == first):
-        words = move(x_ptr + start, copy_ptr + start, index, left_of(n, start, BLOCK), COPY, False)
+        left = left_of(n, start, BLOCK)
+        words = _move_values(
+            x_ptr, copy_ptr, start, index, left, magic, shift, lanes, apart, rows_magic, rows_shift, jump, COPY, False,
+            APART, ROWS, UNROLL,
+        )  # fmt: skip
         if MASKED:
             words = tl.where(index < left_of(limit, start, BLOCK), words, 0)
         a, b, c, d = _look_at_values(words, KIND)
@@ -156,7 +198,8 @@ def _look_exactly(x):
 
 @triton.jit
 def values_exactly(
-    x_ptr, n, limit, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, n, limit, magic, shift, lanes, apart, rows_magic, rows_shift, jump, KIND: tl.constexpr, APART: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same share as ``values_pass`` with blocks of ``BLOCK`` words: NaN, Inf, -Inf, finite amax, sum, squares."""
     PER_WORD: tl.constexpr = 2 if KIND < 2 else 1
@@ -174,7 +217,11 @@ def values_exactly(
         counts = tl.zeros([ROWS], tl.int64)
         for start in range(block, tl.minimum(block + BLOCK, limit), ROWS):
             at = tl.arange(0, ROWS)
-            words = tl.load(x_ptr + start + at, mask=at < left_of(limit, start, ROWS), other=0)
+            place = start + at
+            if APART:
+                lane = _lane_of(place // 4, magic, shift, lanes, apart, rows_magic, rows_shift, jump)
+                place = lane * 4 + at % 4
+            words = tl.load(x_ptr + place, mask=at < left_of(limit, start, ROWS), other=0)
             if PER_WORD == 2:
                 low, high = as_halves(words, KIND)
                 a, b, c, d = _look_exactly(high)
