@@ -290,7 +290,7 @@ def test_views_of_a_wider_tensor_are_put_in_order_first(by_reference):
     plan = CapturePlan(codes=0, format="float8_e4m3fn", pairs=True, scale=1, scales=((1, "float32"),))
     compare(wide, [codes, scale], plan)
     assert not by_reference
-    everywhere = values(1, 16).expand(6, 16)
+    everywhere = values(1, 16).to(DEVICE).expand(6, 16)
     compare(everywhere, [codes_of(values(6, 16), scale, "float8_e4m3fn"), scale], plan)
     assert by_reference
 
