@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from flightrec.errors import IncidentError, WriterError
-from flightrec.storage import commit, files, filters, schema, text
+from flightrec.storage import commit, files, filters, guard, schema, text
 from flightrec.storage.disk import ForgivingFile
 from flightrec.storage.read import open_incident
 
@@ -73,6 +73,8 @@ def pack_folder(path: Path, output: str, filter_name: str, level: int) -> dict[s
     try:
         told = _nothing_told()
         sources = sorted(entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith("."))
+        for source in sources:
+            files.inside(source)
         for source in sources:
             if _kind(source) == schema.TENSORS:
                 for name, number in _pack_file(source, scratch / source.name, filter_name, level).items():
@@ -157,8 +159,8 @@ def _fill(source: Path, old: h5py.File, new: h5py.File, disk: ForgivingFile, fil
     new.attrs.modify("complete", np.uint8(0))
     new.attrs["packed"] = text.to_json_text({"filter": filter_name, "level": level})
     for name in _TABLES:
-        if name in old:
-            table = old[name][()]
+        if guard.find(old, name) is not None:
+            table = guard.checked(guard.need(old, name), max_bytes=guard.MAX_TABLE_BYTES)[()]
             if name == "components":
                 table["offset"] = -1  # no array is one range of the file any more
             new.create_dataset(name, data=table, dtype=old[name].dtype)
@@ -247,14 +249,14 @@ def _arrays(file: h5py.File) -> list[tuple[str, h5py.Dataset]]:
         if isinstance(item, h5py.Dataset) and "record" in item.attrs:
             found.append(f"/{name}")
 
-    file.visititems(visit)
-    return [(path, file[path]) for path in found]
+    file.visititems(visit)  # follows no link that leads elsewhere
+    return [(path, guard.checked(guard.need(file, path))) for path in found]
 
 
 def _checksums(file: h5py.File) -> dict[tuple[int, str], int]:
-    if "components" not in file:  # salvaged
+    if guard.find(file, "components") is None:  # salvaged
         return {}
-    table, names = file["components"][()], text.read_text_table(file)
+    table, names = guard.read_array(file, "components"), text.read_text_table(file)
     return {(int(row["record"]), names[row["component"]]): int(row["crc32"]) for row in table}
 
 
