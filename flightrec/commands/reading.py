@@ -6,6 +6,7 @@ half runs on the command's only thread and never touches HDF5; ``main`` is what 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -108,6 +109,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _lower(resource.RLIMIT_AS, int(memory_bytes))
     _lower(resource.RLIMIT_CPU, int(cpu_s))
+    gc.set_threshold(100_000)  # it makes one large document and ends: the cycles of a second are no burden
     module, _, name = task.partition(":")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
