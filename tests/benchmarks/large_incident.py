@@ -48,8 +48,8 @@ NUM_ITERATIONS = 5
 LAST_ITERATION = 1000
 NUM_MICROBATCHES = 2
 PRODUCTS = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-BLAMED = ("decoder.layers.3.mlp.linear_fc1", "output")
-GROWING = ("decoder.layers.3.mlp.linear_fc1", "activation")
+BLAMED = ("decoder.layers.0.mlp.linear_fc1", "output")
+GROWING = ("decoder.layers.0.mlp.linear_fc1", "activation")
 POOL = 6
 COLUMNS = 1024
 
@@ -145,7 +145,7 @@ def _nvfp4(x: np.ndarray, amax: float) -> tuple[dict[str, tuple[np.ndarray, str]
 
 def keys(num_records: int) -> list[Key]:
     """Keys of one iteration, in the order in which they are seen; about ``num_records``."""
-    num_blocks = max(4, num_records // (NUM_MICROBATCHES * 6 * len(PRODUCTS)))
+    num_blocks = max(1, num_records // (NUM_MICROBATCHES * 6 * len(PRODUCTS)))
     layers = [f"decoder.layers.{block}.{product}" for block in range(num_blocks) for product in PRODUCTS]
     found = []
     for microbatch in range(NUM_MICROBATCHES):
@@ -190,19 +190,19 @@ def layout(key: Key, made: Entry, number: int) -> RecordLayout:
     return RecordLayout(number, key, kind, made.shape, dtype, made.quantizer, tuple(parts), 0, 0, number)
 
 
-def history(seen: Sequence[Key], quantized: set[Key], rng: np.random.Generator) -> HistoryPiece:
-    """Statistics of 1 000 iterations, around 1, as a random walk."""
+def history(seen: Sequence[Key], quantized: set[Key], length: int, rng: np.random.Generator) -> HistoryPiece:
+    """Statistics of the last iterations, around 1, as a random walk."""
     series = list(dict.fromkeys(key.series for key in seen if key.tensor != "loss"))
     with_codes = [key for key in series if key in quantized]
     plain = [key for key in series if key not in quantized]
 
     def walk(columns: int, width: int) -> np.ndarray:
-        noise = rng.standard_normal((LAST_ITERATION, 1, width)).astype(np.float32) * np.float32(0.01)
+        noise = rng.standard_normal((length, 1, width)).astype(np.float32) * np.float32(0.01)
         values = np.repeat(1 + np.cumsum(noise, 0) / 10, columns, axis=1)
         values[:, 1:3] = 0.0  # NaN and Inf counts
         return values
 
-    numbers = np.arange(1, LAST_ITERATION + 1)
+    numbers = np.arange(LAST_ITERATION - length + 1, LAST_ITERATION + 1)
     wide = walk(len(HISTORY_STATISTICS), len(with_codes))
     for name in ("quantized_nan_count", "quantized_inf_count", "scale_nonfinite_count", "zero_scale_count"):
         wide[:, HISTORY_STATISTICS.index(name)] = 0.0
@@ -210,7 +210,7 @@ def history(seen: Sequence[Key], quantized: set[Key], rng: np.random.Generator) 
     wide[-NUM_ITERATIONS:, HISTORY_STATISTICS.index("amax"), grown] *= 4.0 ** np.arange(NUM_ITERATIONS)[:, None]
     return HistoryPiece(
         last=LAST_ITERATION,
-        attempts=np.zeros(LAST_ITERATION, np.int64),
+        attempts=np.zeros(length, np.int64),
         iterations=numbers,
         plain_series=plain,
         plain=walk(len(PLAIN_STATISTICS), len(plain)),
@@ -219,8 +219,8 @@ def history(seen: Sequence[Key], quantized: set[Key], rng: np.random.Generator) 
     )
 
 
-def make(folder: Path, num_records: int, num_bytes: int) -> Path:
-    """Write the incident; gives its folder."""
+def make(folder: Path, num_records: int, num_bytes: int, length: int = LAST_ITERATION) -> Path:
+    """Write the incident, with a history of ``length`` iterations; gives its folder."""
     rng = np.random.default_rng(0)
     seen = keys(num_records // NUM_ITERATIONS)
     a_row = COLUMNS * 2.6  # bytes a record: bfloat16, and codes for half of them
@@ -255,7 +255,7 @@ def make(folder: Path, num_records: int, num_bytes: int) -> Path:
         iterations=iterations,
         quantizers=[info.to_json() for info in QUANTIZERS],
         history={"loss": (np.arange(1, LAST_ITERATION + 1), losses, np.zeros(LAST_ITERATION, np.int64))},
-        statistics=[history(seen, quantized, rng)],
+        statistics=[history(seen, quantized, length, rng)],
         tensors_file=names[1],
     )
     folder.mkdir(parents=True)
