@@ -44,7 +44,7 @@ COMMANDS: dict[str, list[str]] = {
     "decode-all": ["decode-all", "{incident}"],
     "pack": ["pack", "{incident}", "--output", "{work}/packed"],
 }
-"""Arguments of every command that reads; ``{work}`` is an empty folder of its own. ``decode-all`` is ours, see below."""
+"""Arguments of every command that reads; ``{work}`` is an empty folder of its own. ``decode-all`` stands below."""
 
 SELDOM = {"pack": 0.4}
 """Commands that take long, and the share of the mutations that they see."""
@@ -107,7 +107,12 @@ def overwrite(folder: Path, rng: random.Random) -> None:
     data = bytearray(path.read_bytes())
     length = rng.choice((1, 2, 4, 8, 64, 512))
     start = rng.randrange(len(data))
-    words = (b"\0" * length, b"\xff" * length, rng.randbytes(length), rng.choice(NUMBERS).to_bytes(9, "little", signed=True)[:8])
+    words = (
+        b"\0" * length,
+        b"\xff" * length,
+        rng.randbytes(length),
+        rng.choice(NUMBERS).to_bytes(9, "little", signed=True)[:8],
+    )
     data[start : start + length] = rng.choice(words)[: len(data) - start]
     path.write_bytes(data)
 
@@ -445,7 +450,7 @@ def prepare(work: Path) -> None:
     import flightrec.config.load
     import flightrec.reports.quantizers
     import flightrec.reports.summary
-    import flightrec.storage.pack  # noqa: F401
+    import flightrec.storage.pack
 
     if all(entry.name != "decode-all" for entry in flightrec.cli.app.registered_commands):
         flightrec.cli.app.command("decode-all")(_decode_all)

@@ -164,7 +164,9 @@ def replace_with(name: str, put: Callable[[h5py.File], None]) -> Callable[[h5py.
     return change
 
 
-@pytest.mark.parametrize("name", ["records", "names", "firings", "quantizers", "blind", "iterations", "history/loss/values"])
+@pytest.mark.parametrize(
+    "name", ["records", "names", "firings", "quantizers", "blind", "iterations", "history/loss/values"]
+)
 def test_tables_that_are_links_out_of_the_file(incident_folder: Path, tmp_path: Path, outside: Path, name: str) -> None:
     def put(opened: h5py.File) -> None:
         opened[name] = h5py.ExternalLink(str(outside), "/names")
@@ -258,7 +260,10 @@ def test_array_that_claims_more_than_the_records_say(tmp_path: Path) -> None:
         del opened[dataset]
         opened[dataset] = np.zeros((100, 100), "<u2")
         opened[dataset].attrs["format"] = form
-    with open_incident(folder) as incident, pytest.raises(IncidentError, match="claims 20000 bytes, expected at most 12"):
+    with (
+        open_incident(folder) as incident,
+        pytest.raises(IncidentError, match="claims 20000 bytes, expected at most 12"),
+    ):
         incident.ranks[0].records[index]
         next(r for r in incident.records() if r.path == path).high_precision  # noqa: B018
 
@@ -268,7 +273,12 @@ def test_metadata_of_a_quantizer_that_lie(tmp_path: Path) -> None:
 
     codes = {"data": np.zeros((4, 32), "u1"), "scale_inv": np.ones((4, 1), "f4")}
     formats = {"data": "float8_e4m3fn", "scale_inv": "float32"}
-    base = {"class_name": "x", "format": "float8_e4m3fn", "scale_direction": "multiply_to_decode", "block_shape": [1, 32]}
+    base = {
+        "class_name": "x",
+        "format": "float8_e4m3fn",
+        "scale_direction": "multiply_to_decode",
+        "block_shape": [1, 32],
+    }
     assert quantized.dequantize(codes, {**base, "metadata": {}}, formats=formats).shape == (4, 32)
     huge = {**base, "block_shape": [1, 1 << 60], "metadata": {}}
     assert quantized.dequantize(codes, huge, formats=formats).shape == (4, 32)

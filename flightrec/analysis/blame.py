@@ -124,7 +124,7 @@ def _read_by_wgrad(rank: Rank, findings: Sequence[Finding]) -> dict[tuple[int, .
     """
     if not any(finding.key is not None and finding.key.tensor == "wgrad" for finding in findings):
         return {}
-    rows = rank.records[_PRODUCT_COLUMNS + ["tensor", "sequence"]]
+    rows = rank.records[[*_PRODUCT_COLUMNS, "tensor", "sequence"]]
     read: dict[tuple[int, ...], int] = {}
     for *product, tensor, sequence in rows.tolist():
         if rank.names[tensor] == "gradient":
@@ -308,7 +308,7 @@ def _allowances(config_text: str) -> Callable[[Key], set[str]]:
     A configuration that this version does not understand allows nothing.
     """
     if "allow" not in config_text:  # the models of the YAML take longer to import than all the rest
-        return lambda key: set()
+        return lambda _: set()
     from flightrec.config.load import load_text
     from flightrec.config.rules import NonfiniteRule
 

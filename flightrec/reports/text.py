@@ -58,7 +58,7 @@ def render(document: Mapping[str, Any], console: Console) -> None:
 
 
 def clean(text: str) -> str:
-    """Make a text safe to print: control characters, bidirectional marks and lone surrogates as escapes; not endless."""
+    """Make a text safe to print: control characters, bidirectional marks, lone surrogates as escapes; not endless."""
     text = shorten(text, MAX_CHARACTERS)
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 

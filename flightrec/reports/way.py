@@ -132,7 +132,9 @@ def _rank(incident: Incident, number: int) -> Rank:
     return found
 
 
-def _earlier(table: npt.NDArray[np.void], keys: Sequence[_Columned], attempt: int, iteration: int) -> dict[_Columned, int]:
+def _earlier(
+    table: npt.NDArray[np.void], keys: Sequence[_Columned], attempt: int, iteration: int
+) -> dict[_Columned, int]:
     """Key -> row of the earliest iteration of the same attempt that has the key, before the given one."""
     rows = np.flatnonzero((table["attempt"] == attempt) & (table["iteration"] < iteration))
     found: dict[_Columned, int] = {}

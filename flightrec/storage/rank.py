@@ -115,8 +115,10 @@ class Rank:
             self._tensors.close()
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Give a root attribute of the facts file."""
+        """Give a root attribute of the facts file; one that is missing and has no default is damage."""
         with files.reading(self.facts_path, f"attribute {name}"):
+            if name not in self._facts.attrs and default is None:
+                raise ValueError("it is missing")
             return text.read_attribute(self._facts, name) if name in self._facts.attrs else default
 
     @cached_property

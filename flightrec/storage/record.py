@@ -247,9 +247,7 @@ class Record:
             raise IncidentError(f"{self!r}: has no component {component!r}; it has {names}")
         if not self._source.has_payload(self.index, self.path, component):
             raise IncidentError(f"{self!r}: bytes of {component} are missing: {self.why_absent}")
-        array = self._source.read_payload(
-            self.index, self.path, component, check=check, max_bytes=part.num_bytes
-        )
+        array = self._source.read_payload(self.index, self.path, component, check=check, max_bytes=part.num_bytes)
         if part.format in base.FORMATS and (
             array.shape != part.shape or array.dtype != base.storage_dtype(part.format)
         ):

@@ -4,9 +4,9 @@
 
 Five iterations of a made-up transformer: activation, weight, output, gradient, dgrad and wgrad of four products a block
 in two microbatches, in bfloat16 beside FP8 with one scale, MXFP8, NVFP4, or alone; a history of 1 000 iterations. The
-arrays come from a small pool, and the statistics are those of the arrays. In the last iteration a weight's product gives
-NaN (``BLAMED``), and everything behind it is NaN; before, the amax of an activation grows fourfold an iteration
-(``GROWING``). Prints one JSON line a measured command: seconds, and the peak resident memory of the command and of its
+arrays come from a small pool, and the statistics are those of the arrays. In the last iteration a product gives NaN
+(``BLAMED``), and everything behind it is NaN; before, the amax of an activation grows fourfold an iteration
+(``GROWING``). Prints one JSON line a measured command: wall and CPU seconds (medians), and the peak resident memory of the command and of its
 child together (the sum of both peaks).
 """
 
@@ -174,7 +174,11 @@ class Maker:
     def of(self, key: Key, number: int, iteration: int, is_bad: bool) -> Entry:
         if key.tensor == "loss":
             return self.loss
-        place = 0 if key.tensor in ("output", "dgrad", "wgrad") else 1 + zlib.crc32(key.layer[-5:].encode()) % len(QUANTIZERS)
+        place = (
+            0
+            if key.tensor in ("output", "dgrad", "wgrad")
+            else 1 + zlib.crc32(key.layer[-5:].encode()) % len(QUANTIZERS)
+        )
         if is_bad and key.tensor != "weight":
             return self.bad[place]
         if (key.layer, key.tensor) == GROWING:
@@ -293,20 +297,21 @@ def commands(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 def measure(name: str, command: list[str], repeats: int = 3) -> dict[str, object]:
     """Run a command several times: the median of seconds, the largest memory."""
-    seconds, memory = [], 0
+    seconds, cpu, memory = [], [], 0
     for _ in range(repeats):
-        start = time.perf_counter()
         done = subprocess.run([sys.executable, "-c", WATCH, *command], capture_output=True, text=True, check=False)
-        seconds.append(time.perf_counter() - start)
         watched = json.loads(done.stderr.splitlines()[-1])
         memory = max(memory, watched["kilobytes"])
-        seconds[-1] = watched["seconds"]
+        seconds.append(watched["seconds"])
+        cpu.append(watched["cpu_seconds"])
     said = done.stdout[-400:] if name.startswith("blame") else ""
-    return {"command": name, "seconds": sorted(seconds)[repeats // 2], "megabytes": memory / 1000, "said": said}
+    middle = repeats // 2
+    times = {"seconds": sorted(seconds)[middle], "fastest": min(seconds), "cpu_seconds": sorted(cpu)[middle]}
+    return {"command": name, **times, "megabytes": memory / 1000, "said": said}
 
 
 WATCH = """
-import json, os, subprocess, sys, threading, time
+import json, os, resource, subprocess, sys, threading, time
 start = time.perf_counter()
 child = subprocess.Popen(sys.argv[1:])
 peaks = {}
@@ -333,13 +338,16 @@ def look():
 while child.poll() is None:
     look()
     time.sleep(0.01)
-told = {"seconds": time.perf_counter() - start, "kilobytes": sum(peaks.values()), "rc": child.returncode}
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+cpu = used.ru_utime + used.ru_stime
+told = {"seconds": time.perf_counter() - start, "cpu_seconds": cpu, "kilobytes": sum(peaks.values()), "rc": child.returncode}
 print(json.dumps(told), file=sys.stderr)
 """
 
 
 def machine() -> dict[str, object]:
-    models = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     versions = {"python": platform.python_version(), "h5py": h5py.__version__, "hdf5": h5py.version.hdf5_version}
     return {"cpu": models[0] if models else "", "num_cpus": len(models), **versions, "numpy": np.__version__}
 
