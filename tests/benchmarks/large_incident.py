@@ -6,8 +6,8 @@ Five iterations of a made-up transformer: activation, weight, output, gradient, 
 in two microbatches, in bfloat16 beside FP8 with one scale, MXFP8, NVFP4, or alone; a history of 1 000 iterations. The
 arrays come from a small pool, and the statistics are those of the arrays. In the last iteration a product gives NaN
 (``BLAMED``), and everything behind it is NaN; before, the amax of an activation grows fourfold an iteration
-(``GROWING``). Prints one JSON line a measured command: wall and CPU seconds (medians), and the peak resident memory of the command and of its
-child together (the sum of both peaks).
+(``GROWING``). Prints one JSON line a measured command: wall and CPU seconds (medians), and the peak resident memory of
+the command and of its child together (the sum of both peaks).
 """
 
 from __future__ import annotations
@@ -340,7 +340,7 @@ while child.poll() is None:
     time.sleep(0.01)
 used = resource.getrusage(resource.RUSAGE_CHILDREN)
 cpu = used.ru_utime + used.ru_stime
-told = {"seconds": time.perf_counter() - start, "cpu_seconds": cpu, "kilobytes": sum(peaks.values()), "rc": child.returncode}
+told = {"seconds": time.perf_counter() - start, "cpu_seconds": cpu, "kilobytes": sum(peaks.values())}
 print(json.dumps(told), file=sys.stderr)
 """
 
