@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -38,6 +37,8 @@ app.command("pack")(pack.pack)
 
 def _version(wanted: bool) -> None:
     if wanted:
+        from importlib import metadata
+
         try:
             version = metadata.version("torch-flightrec")
         except metadata.PackageNotFoundError:
@@ -57,6 +58,8 @@ def _root(
 
 def main() -> None:
     """Run the program on ``sys.argv`` and end the process with its exit code."""
+    if hasattr(sys.stdout, "reconfigure"):  # a character that this terminal does not have is no error of ours
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except BrokenPipeError:
@@ -66,12 +69,19 @@ def main() -> None:
     except FlightrecError as error:
         if os.environ.get("FLIGHTREC_TRACEBACK"):
             raise
-        print(f"flightrec: {error}", file=sys.stderr)
+        print(f"flightrec: {_one_text(error)}", file=sys.stderr)
         sys.exit(_exit_code(error))
     except Exception:
         sys.excepthook(*sys.exc_info())
         print("flightrec: this is an error in flightrec itself; please report it with the lines above", file=sys.stderr)
         sys.exit(EXIT_BUG)
+
+
+def _one_text(error: FlightrecError) -> str:
+    """The message; what an incident or a file name contributed to it does not reach the terminal as a command."""
+    from flightrec.reports.text import clean
+
+    return "\n".join(clean(line) for line in str(error).split("\n"))
 
 
 def _exit_code(error: FlightrecError) -> int:

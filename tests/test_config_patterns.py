@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flightrec.config.patterns import compile_pattern, layer_predicate
+from flightrec.config.expressions import compile_pattern
+from flightrec.config.patterns import layer_predicate
 
 
 @pytest.mark.parametrize(

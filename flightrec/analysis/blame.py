@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from flightrec.config.load import load_text
-from flightrec.config.rules import NonfiniteRule
 from flightrec.errors import ConfigError
 from flightrec.records import NO_MICROBATCH, Firing, Key, Phase, Severity, Stage
 from flightrec.storage.rank import Rank
@@ -28,6 +26,7 @@ _LAST = 1 << 40
 _JUDGED_PHASES = (Phase.TRAIN, Phase.RECOMPUTE)
 _SHARED_TENSORS = {"weight", "parameter"}
 _TIED_STAGES = (Stage.START, Stage.FORWARD, Stage.LOSS, Stage.BACKWARD)
+_PRODUCT_COLUMNS = ["attempt", "iteration", "layer", "microbatch"]
 _INFINITIES = {"+inf": "positive_inf_count", "-inf": "negative_inf_count"}
 _HIGH_PRECISION_COUNTS = ("nan_count", "positive_inf_count", "negative_inf_count")
 _QUANTIZED_COUNTS = ("quantized_nan_count", "quantized_inf_count")
@@ -100,38 +99,41 @@ def blame(incident: Incident) -> list[Finding]:
     for rank in incident.ranks:
         findings = _nonfinite(rank, allowed)
         _add_firings(rank, findings)
-        found.extend((_order(rank, finding), finding) for finding in findings)
+        read = _read_by_wgrad(rank, findings)
+        found.extend((_order(rank, finding, read), finding) for finding in findings)
     found.sort(key=lambda entry: entry[0])
     return _with_positions([finding for _, finding in found])
 
 
-def _order(rank: Rank, finding: Finding) -> tuple[int, ...]:
+def _order(rank: Rank, finding: Finding, read: Mapping[tuple[int, ...], int]) -> tuple[int, ...]:
     time = (finding.attempt, finding.iteration)
     severity = -finding.severity.order if finding.severity else 0
     if finding.key is None:
         return (*time, _LAST, _LAST, _LAST, rank.rank, severity)
     sequence = 2 * finding.sequence if finding.sequence >= 0 else _LAST
     if finding.key.tensor == "wgrad":  # right behind the gradient that it was made from
-        sequence = max(sequence, 2 * _read_by_wgrad(rank, finding) + 1)
+        sequence = max(sequence, 2 * read.get(_product(rank, finding.record), -1) + 1)
     num_microbatches = rank.num_microbatches.get(time, _LAST)
     return (*time, *finding.key.blame_order(sequence, num_microbatches), rank.rank, severity)
 
 
-def _read_by_wgrad(rank: Rank, finding: Finding) -> int:
-    """Sequence of the gradient that a ``wgrad`` was made from, -1 if it is not recorded.
+def _read_by_wgrad(rank: Rank, findings: Sequence[Finding]) -> dict[tuple[int, ...], int]:
+    """``_product`` -> last sequence of the gradient that a ``wgrad`` was made from, where it is recorded.
 
     A bias's gradient is accumulated before a product's backward tells what it read, though it comes from the same.
     """
-    key, table = finding.key, rank.records
-    assert key is not None
-    if finding.record < 0:
-        return -1
-    same = np.ones(len(table), bool)
-    for column in ("attempt", "iteration", "layer", "microbatch"):
-        same &= table[column] == table[column][finding.record]
-    rows = np.flatnonzero(same)
-    read = [row for row, other in zip(rows, rank.keys(rows), strict=True) if other.tensor == "gradient"]
-    return int(table["sequence"][read].max(initial=-1))
+    if not any(finding.key is not None and finding.key.tensor == "wgrad" for finding in findings):
+        return {}
+    rows = rank.records[[*_PRODUCT_COLUMNS, "tensor", "sequence"]]
+    read: dict[tuple[int, ...], int] = {}
+    for *product, tensor, sequence in rows.tolist():
+        if rank.names[tensor] == "gradient":
+            read[tuple(product)] = max(sequence, read.get(tuple(product), -1))
+    return read
+
+
+def _product(rank: Rank, record: int) -> tuple[int, ...]:
+    return () if record < 0 else tuple(rank.records[record][_PRODUCT_COLUMNS].tolist())
 
 
 def _nonfinite(rank: Rank, allowed: Callable[[Key], set[str]]) -> list[Finding]:
@@ -305,6 +307,11 @@ def _allowances(config_text: str) -> Callable[[Key], set[str]]:
 
     A configuration that this version does not understand allows nothing.
     """
+    if "allow" not in config_text:  # the models of the YAML take longer to import than all the rest
+        return lambda _: set()
+    from flightrec.config.load import load_text
+    from flightrec.config.rules import NonfiniteRule
+
     try:
         rules = [rule for rule in load_text(config_text).triggers if isinstance(rule, NonfiniteRule)]
     except ConfigError:

@@ -18,6 +18,7 @@ from flightrec.codecs.sides import Array, Side
 from flightrec.errors import FormatError
 
 SCHEME = "grouped"
+MAX_MEMBERS = 1 << 20
 Decoder = Callable[[Side], npt.NDArray[np.float32]]
 
 
@@ -60,6 +61,8 @@ def member_shapes(side: Side) -> list[tuple[int, int]]:
     group = side.metadata.get("group_shape")
     if not isinstance(num, int) or not isinstance(group, (list, tuple)) or len(group) != 2:
         raise FormatError("grouped tensor: metadata num_tensors or group_shape (rows, columns) is missing")
+    if not 0 <= num <= MAX_MEMBERS:
+        raise FormatError(f"grouped tensor of {num} members, expected at most {MAX_MEMBERS}")
     rows, columns = side.components.get("first_dims"), side.components.get("last_dims")
     same_rows = _rows_in_buffer(side, group[1]) // max(num, 1) if columns is None else group[0]
     firsts = [int(same_rows)] * num if rows is None else [int(size) for size in rows]

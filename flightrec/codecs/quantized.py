@@ -7,7 +7,8 @@ applies. The two sides of a tensor may be of different families (hybrid): the co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,11 @@ def dequantize(
     Raises:
         FormatError: a component or a word is missing or unknown, or shapes do not fit.
     """
-    chosen = _side(components, info, formats, shape, side)
+    with _telling(info):
+        return _dequantize(_side(components, info, formats, shape, side), info)
+
+
+def _dequantize(chosen: sides.Side, info: Mapping[str, Any]) -> npt.NDArray[np.float32]:
     scheme = chosen.metadata.get("scheme")
     if scheme is None:
         return scaled.apply(chosen, info)
@@ -86,12 +91,25 @@ def dequantize_members(
     Raises:
         FormatError: also for a tensor that is not grouped.
     """
-    chosen = _side(components, info, formats, None, side)
-    if chosen.metadata.get("scheme") != grouped.SCHEME:
+    with _telling(info):
+        chosen = _side(components, info, formats, None, side)
+        if chosen.metadata.get("scheme") != grouped.SCHEME:
+            raise FormatError(
+                f"only a grouped tensor has members; this one is {info.get('class_name') or info.get('format')}"
+            )
+        return grouped.decode_members(chosen, DECODERS)
+
+
+@contextmanager
+def _telling(info: Mapping[str, Any]) -> Iterator[None]:
+    """Metadata come from a file: words of wrong types are told as what they are, not as an error of ours."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, MemoryError) as error:
+        what = str(info.get("class_name") or info.get("format"))[:200]
         raise FormatError(
-            f"only a grouped tensor has members; this one is {info.get('class_name') or info.get('format')}"
-        )
-    return grouped.decode_members(chosen, DECODERS)
+            f"{what}: metadata and arrays do not fit together, {type(error).__name__}: {str(error)[:200]}"
+        ) from error
 
 
 def _side(

@@ -178,6 +178,7 @@ def _expand_blocks(scale: npt.NDArray[Any], shape: tuple[int, ...], block_shape:
             f"codes of shape {shape} in blocks of {blocks} need scales of shape {needed}, there are {scale.shape}"
         )
     for axis, (size, block) in enumerate(zip(shape, blocks, strict=True)):
-        repeated = np.repeat(np.take(scale, range(needed[axis]), axis=axis), block, axis=axis)
+        # a block larger than the tensor is not filled up
+        repeated = np.repeat(np.take(scale, range(needed[axis]), axis=axis), min(block, max(size, 1)), axis=axis)
         scale = np.take(repeated, range(size), axis=axis)
     return scale

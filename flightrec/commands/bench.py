@@ -7,17 +7,17 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from flightrec.bench import tables
-from flightrec.bench.results import Comparison, document
 from flightrec.commands.factory import find_factory
-from flightrec.config.load import load, packaged
-from flightrec.config.model import Config
 from flightrec.errors import AttachError, MissingExtraError
+
+if TYPE_CHECKING:
+    from flightrec.bench.results import Comparison
+    from flightrec.config.model import Config
 
 _FORM = (
     "expected package.module:factory, a function that returns (model, step), where step() runs one iteration and "
@@ -66,6 +66,9 @@ def bench(
     if output is not None and output.exists() and not force:
         raise AttachError(f"--output {output}: exists already; give another name, or --force to overwrite it")
     configs = _configs(config or [])
+    from flightrec.bench import tables
+    from flightrec.bench.results import document
+
     try:
         from flightrec.bench.run import Options, run
     except ModuleNotFoundError as error:
@@ -94,6 +97,8 @@ def bench(
 
 
 def _configs(paths: list[Path]) -> list[tuple[str, Config]]:
+    from flightrec.config.load import load, packaged
+
     if not paths:
         return [("default", load(packaged("default.yaml")))]
     return [(path.stem, load(path)) for path in paths]
@@ -101,6 +106,7 @@ def _configs(paths: list[Path]) -> list[tuple[str, Config]]:
 
 def _progress(console: Console) -> Callable[[Comparison], None]:
     """Tells on standard error how far it is, on a terminal only."""
+    from flightrec.bench import tables
 
     def tell(found: Comparison) -> None:
         if console.is_terminal:

@@ -10,15 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flightrec.commands.factory import find_factory
-from flightrec.config.inspection import is_inspect_file, load_inspect
-from flightrec.config.load import load
-from flightrec.config.model import Config
-from flightrec.config.sizes import Share
 from flightrec.errors import AttachError, IncidentError
-from flightrec.inspection.paths import check_inspect
 
 if TYPE_CHECKING:
     import torch
+
+    from flightrec.config.model import Config
 
 _FACTORY_FORM = "expected package.module:factory, a function without arguments that returns a model or (model, step)"
 
@@ -36,6 +33,8 @@ def check(
     ] = None,
 ) -> None:
     """Check a configuration; with --model tell what it would record. The exit code is 1 if it is refused."""
+    from flightrec.config.inspection import is_inspect_file
+
     if is_inspect_file(file):
         _check_inspect(file, model)
         return
@@ -49,6 +48,9 @@ def check(
 
 def _check_inspect(file: Path, target: str | None) -> None:
     """An nvdlfw_inspect configuration: what its feature FlightRecorder records, and what debug mode cannot do."""
+    from flightrec.config.inspection import load_inspect
+    from flightrec.inspection.paths import check_inspect
+
     plan = load_inspect(file)
     typer.echo(f"{file}: fine, an nvdlfw_inspect configuration")
     for section in plan.sections:
@@ -63,6 +65,8 @@ def _check_inspect(file: Path, target: str | None) -> None:
 
 
 def _load(file: Path) -> Config:
+    from flightrec.config.load import load
+
     try:
         with file.open("rb"):
             pass
@@ -91,6 +95,8 @@ def _facts(config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _budget(config: Config) -> str:
+    from flightrec.config.sizes import Share
+
     if not isinstance(config.budget, Share):
         return "none: everything that is selected is recorded in every iteration"
     return (
@@ -100,6 +106,8 @@ def _budget(config: Config) -> str:
 
 
 def _memory(config: Config) -> str:
+    from flightrec.config.sizes import Share
+
     memory = config.ring.memory
     if memory is None:
         return "memory chosen when attached"

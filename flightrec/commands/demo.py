@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.syntax import Syntax
 
 from flightrec.errors import MissingExtraError
 from flightrec.reports.text import report_console
@@ -74,6 +73,8 @@ def show(options: Options, console: Console) -> bool:
     Raises:
         FlightrecError: the recorder cannot start, or an incident cannot be read.
     """
+    from rich.syntax import Syntax
+
     from flightrec.demo import story
     from flightrec.demo.run import train
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import secrets
+import shutil
 from pathlib import Path
 from typing import Annotated
 
@@ -46,8 +48,13 @@ def pack(
     if target.exists():
         raise typer.BadParameter(f"{target} exists and is never replaced", param_hint="--output")
     filters.load(filter_name)
-    options = {"output": str(target), "filter_name": filter_name, "level": level}
-    told = read_in_child("flightrec.storage.pack:pack_folder", incident, options=options, limits=LIMITS)
+    scratch = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    options = {"output": str(target), "filter_name": filter_name, "level": level, "scratch": str(scratch)}
+    try:
+        told = read_in_child("flightrec.storage.pack:pack_folder", incident, options=options, limits=LIMITS)
+    except BaseException:  # the child may have crashed, or was interrupted: then nobody else removes it
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
     if as_json:
         typer.echo(json.dumps(told, indent=2))
         return

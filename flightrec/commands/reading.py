@@ -6,6 +6,7 @@ half runs on the command's only thread and never touches HDF5; ``main`` is what 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -22,6 +23,10 @@ from flightrec.errors import FlightrecError, IncidentError
 
 _CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from flightrec.commands.reading import main; main()"
 _REFUSED = 3
+_MAX_RESULT_BYTES = 256 << 20
+"""Longest result: what an incident of 20 000 records gives has some megabytes."""
+
+_MAX_MESSAGE = 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +109,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _lower(resource.RLIMIT_AS, int(memory_bytes))
     _lower(resource.RLIMIT_CPU, int(cpu_s))
+    gc.set_threshold(100_000)  # it makes one large document and ends: the cycles of a second are no burden
     module, _, name = task.partition(":")
     try:
         function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        sys.stdout.write(json.dumps(function(Path(path), **json.loads(options)), allow_nan=False))
+        result = json.dumps(function(Path(path), **json.loads(options)), allow_nan=False)
+        if len(result) > _MAX_RESULT_BYTES:  # what the parent takes has no limit of its own
+            _refuse(f"{path}: tells {len(result) >> 20} MiB, more than anybody reads; the file may be damaged")
+        sys.stdout.write(result)
         sys.stdout.flush()
     except FlightrecError as error:
         _refuse(str(error))
@@ -121,7 +130,8 @@ def main() -> None:
 
 
 def _refuse(message: str) -> None:
-    print(message, file=sys.stderr)
+    # One line: a name in the file may hold line breaks, and what follows them would look like words of ours.
+    print(message[:_MAX_MESSAGE].replace("\r", "\\r").replace("\n", "\\n"), file=sys.stderr)
     raise SystemExit(_REFUSED)
 
 

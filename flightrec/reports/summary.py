@@ -24,6 +24,9 @@ VERSION = 1
 
 Document = dict[str, Any]
 
+_PLAIN = frozenset({str, int, bool, type(None)})
+_NO_NUMBER = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+
 
 def summarize_path(path: Path) -> Document:
     """Open an incident and summarize it; see ``summarize``.
@@ -141,13 +144,16 @@ def key_of(key: Key) -> Document:
 
 def plain(value: Any) -> Any:
     """Replace the numbers that JSON lacks and everything that is not JSON."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else _NO_NUMBER[str(value)]
     if isinstance(value, Key):
         return key_of(value)
-    if isinstance(value, Mapping):
+    if kind is dict or isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, (int, str)):
         return value
     if isinstance(value, Iterable):
         return [plain(entry) for entry in value]

@@ -27,6 +27,9 @@ NUM_FIRST_STEPS = 12
 
 NUM_LATER_STEPS = 3
 
+MAX_CHARACTERS = 4000
+"""Of one text from an incident."""
+
 _SEVERITY_STYLE = {"fault": "bold red", "warning": "yellow", "watch": "cyan"}
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -55,7 +58,8 @@ def render(document: Mapping[str, Any], console: Console) -> None:
 
 
 def clean(text: str) -> str:
-    """Make a text safe to print: control characters, bidirectional marks and lone surrogates as escapes."""
+    """Make a text safe to print: control characters, bidirectional marks, lone surrogates as escapes; not endless."""
+    text = shorten(text, MAX_CHARACTERS)
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
@@ -85,7 +89,7 @@ def number(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, str):
-        return {"Infinity": "Inf", "-Infinity": "-Inf"}.get(value, value)
+        return {"Infinity": "Inf", "-Infinity": "-Inf"}.get(value, clean(value))
     if float(value).is_integer() and abs(value) < 1e6:
         return str(int(value))
     return f"{value:.3g}"

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from numpy.lib.recfunctions import repack_fields
 
 from flightrec.analysis.blame import Finding
 from flightrec.errors import IncidentError
@@ -30,6 +29,7 @@ UNDERFLOW_STEP = 0.25
 NUM_NEIGHBOURS = 3
 """Records before and after the blamed one whose statistics are shown beside it."""
 
+_Columned = tuple[Any, ...]
 _KEY_COLUMNS = ["layer", "tensor", "part", "microbatch", "phase", "call", "stage"]
 
 
@@ -85,8 +85,7 @@ def steps(incident: Incident, findings: Sequence[Finding]) -> Iterator[dict[str,
     with files.reading(rank.facts_path, "/records"):
         table = rank.records
         columns = _derive(table)
-        # Repacked: rows of a selection of columns would carry the bytes of all the others along.
-        keys = [key.tobytes() for key in repack_fields(table[_KEY_COLUMNS])]
+        keys = list(zip(*(table[name].tolist() for name in _KEY_COLUMNS), strict=True))
         before = _earlier(table, keys, first.attempt, first.iteration)
         rules = _rules(findings, rank)
         for attempt, iteration in sorted({(first.attempt, first.iteration), (trigger.attempt, trigger.iteration)}):
@@ -133,10 +132,12 @@ def _rank(incident: Incident, number: int) -> Rank:
     return found
 
 
-def _earlier(table: npt.NDArray[np.void], keys: Sequence[bytes], attempt: int, iteration: int) -> dict[bytes, int]:
+def _earlier(
+    table: npt.NDArray[np.void], keys: Sequence[_Columned], attempt: int, iteration: int
+) -> dict[_Columned, int]:
     """Key -> row of the earliest iteration of the same attempt that has the key, before the given one."""
     rows = np.flatnonzero((table["attempt"] == attempt) & (table["iteration"] < iteration))
-    found: dict[bytes, int] = {}
+    found: dict[_Columned, int] = {}
     for row in rows[np.argsort(table["iteration"][rows], kind="stable")]:
         found.setdefault(keys[row], int(row))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,18 @@ import h5py
 from flightrec.errors import FlightrecError, IncidentError
 from flightrec.storage import schema, text
 
-_DAMAGE = (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, struct.error, MemoryError)
+_DAMAGE = (
+    OSError,
+    RuntimeError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    struct.error,
+    MemoryError,
+)
+_MAX_REASON = 500
 
 
 @contextmanager
@@ -26,7 +38,7 @@ def reading(path: Path, what: str = "") -> Iterator[None]:
     except json.JSONDecodeError as error:
         raise IncidentError(f"{path}: {what or 'metadata'} is damaged: {error}") from error
     except _DAMAGE as error:
-        reason = str(error) or type(error).__name__
+        reason = (str(error) or type(error).__name__)[:_MAX_REASON]
         raise IncidentError(
             f"{path}: {what or 'the file'} cannot be read, it is damaged or incomplete: {reason}"
         ) from error
@@ -44,7 +56,8 @@ def open_file(path: Path, kinds: Sequence[str], *, salvaged: bool = False) -> h5
         IncidentError: it is missing, not HDF5, not ours, of another kind or version, or not complete.
     """
     if not path.is_file():
-        raise IncidentError(f"{path}: no such file")
+        what = "is no file" if path.exists() else "no such file"
+        raise IncidentError(f"{path}: {what}")
     with reading(path):
         file = _open(path)
     try:
@@ -65,6 +78,34 @@ def _open(path: Path) -> h5py.File:
         return h5py.File(path, "r")
     except OSError:
         return h5py.File(path, "r", locking=False)
+
+
+def beside(path: Path, name: str) -> Path:
+    """Give the path of a file that a file of an incident names: it stands in the same folder, nowhere else.
+
+    Args:
+        path: of the file that names it.
+        name: the file's name; a path is refused.
+
+    Raises:
+        IncidentError: the name leads elsewhere; whether the file is there is not asked.
+    """
+    if not name or name in {".", ".."} or "/" in name or "\0" in name:
+        raise IncidentError(f"{path}: names {name[:200]!r}, expected the name of a file beside it")
+    return inside(path.with_name(name))
+
+
+def inside(path: Path) -> Path:
+    """Give a path back if it is no symbolic link out of its folder.
+
+    Raises:
+        IncidentError: it is one.
+    """
+    if path.is_symlink() and os.path.dirname(os.path.realpath(path)) != os.path.realpath(path.parent):
+        raise IncidentError(
+            f"{path}: is a symbolic link out of the incident's folder, expected a file in it; copy the file there"
+        )
+    return path
 
 
 def check_identity(path: Path, file: h5py.File, incident_id: str, rank: int | None = None) -> None:

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flightrec.errors import MissingExtraError
+from flightrec.errors import IncidentError, MissingExtraError
 
 if TYPE_CHECKING:
     import h5py
@@ -58,10 +58,14 @@ def need(path: Path, file: h5py.File) -> None:
 
     Raises:
         MissingExtraError: its filter needs a package that is not installed.
+        IncidentError: its filter is not known.
     """
     if "packed" not in file.attrs:
         return
-    name = str(json.loads(str(file.attrs["packed"])).get("filter", ""))
+    told = json.loads(str(file.attrs["packed"]))
+    name = str(told.get("filter", "")) if isinstance(told, dict) else ""
+    if name not in FILTERS:
+        raise IncidentError(f"{path}: is packed with {name[:60]!r}, expected one of {', '.join(FILTERS)}")
     try:
         load(name)
     except MissingExtraError as error:

@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 
 from flightrec.errors import IncidentError, WriterError
-from flightrec.storage import commit, files, filters, schema, text
+from flightrec.storage import commit, files, filters, guard, schema, text
 from flightrec.storage.disk import ForgivingFile
 from flightrec.storage.read import open_incident
 
@@ -39,7 +39,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 Told = dict[str, int]
 
 
-def pack_folder(path: Path, output: str, filter_name: str, level: int) -> dict[str, Any]:
+def pack_folder(path: Path, output: str, filter_name: str, level: int, scratch: str = "") -> dict[str, Any]:
     """Write a compressed copy of an incident.
 
     Args:
@@ -47,6 +47,8 @@ def pack_folder(path: Path, output: str, filter_name: str, level: int) -> dict[s
         output: the new folder, which must not exist.
         filter_name: one of ``filters.FILTERS``.
         level: of compression, in the filter's own range.
+        scratch: the folder's name until it is whole, beside ``output``, so that a caller can remove what a crash
+            leaves; empty for one that is drawn.
 
     Returns:
         ``output``, ``bytes_before``, ``bytes_after``, ``num_arrays``, ``payload_before``, ``payload_after``.
@@ -69,28 +71,31 @@ def pack_folder(path: Path, output: str, filter_name: str, level: int) -> dict[s
     if target.resolve().is_relative_to(path.resolve()):
         raise IncidentError(f"{target}: lies inside the incident, which is only read; choose another --output")
     target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    work = Path(scratch or tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".partial", dir=target.parent))
+    work.mkdir(mode=0o700, exist_ok=not scratch)
     try:
         told = _nothing_told()
         sources = sorted(entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith("."))
         for source in sources:
+            files.inside(source)
+        for source in sources:
             if _kind(source) == schema.TENSORS:
-                for name, number in _pack_file(source, scratch / source.name, filter_name, level).items():
+                for name, number in _pack_file(source, work / source.name, filter_name, level).items():
                     told[name] += number
             else:
-                shutil.copyfile(source, scratch / source.name)
-            commit.synchronize(scratch / source.name)
-        with open_incident(scratch):  # the links, ids and tables of the new folder
+                shutil.copyfile(source, work / source.name)
+            commit.synchronize(work / source.name)
+        with open_incident(work):  # the links, ids and tables of the new folder
             pass
-        told |= {"bytes_before": _size(path, sources), "bytes_after": _size(scratch, sources)}
-        scratch.chmod(path.stat().st_mode & 0o7777)
-        commit.synchronize(scratch)
+        told |= {"bytes_before": _size(path, sources), "bytes_after": _size(work, sources)}
+        work.chmod(path.stat().st_mode & 0o7777)
+        commit.synchronize(work)
         if os.path.lexists(target):
             raise IncidentError(f"{target}: exists by now and is never replaced; choose another --output")
-        scratch.rename(target)
+        work.rename(target)
         commit.synchronize(target.parent)
     except BaseException as error:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, OSError) and error.errno in _FULL:
             raise WriterError(_refused(error)) from error
         raise
@@ -157,8 +162,8 @@ def _fill(source: Path, old: h5py.File, new: h5py.File, disk: ForgivingFile, fil
     new.attrs.modify("complete", np.uint8(0))
     new.attrs["packed"] = text.to_json_text({"filter": filter_name, "level": level})
     for name in _TABLES:
-        if name in old:
-            table = old[name][()]
+        if guard.find(old, name) is not None:
+            table = guard.checked(guard.need(old, name), max_bytes=guard.MAX_TABLE_BYTES)[()]
             if name == "components":
                 table["offset"] = -1  # no array is one range of the file any more
             new.create_dataset(name, data=table, dtype=old[name].dtype)
@@ -247,14 +252,14 @@ def _arrays(file: h5py.File) -> list[tuple[str, h5py.Dataset]]:
         if isinstance(item, h5py.Dataset) and "record" in item.attrs:
             found.append(f"/{name}")
 
-    file.visititems(visit)
-    return [(path, file[path]) for path in found]
+    file.visititems(visit)  # follows no link that leads elsewhere
+    return [(path, guard.checked(guard.need(file, path))) for path in found]
 
 
 def _checksums(file: h5py.File) -> dict[tuple[int, str], int]:
-    if "components" not in file:  # salvaged
+    if guard.find(file, "components") is None:  # salvaged
         return {}
-    table, names = file["components"][()], text.read_text_table(file)
+    table, names = guard.read_array(file, "components"), text.read_text_table(file)
     return {(int(row["record"]), names[row["component"]]): int(row["crc32"]) for row in table}
 
 

@@ -16,13 +16,21 @@ import numpy.typing as npt
 
 from flightrec.errors import FlightrecError, IncidentError, MissingExtraError
 from flightrec.records import Firing, Key, Phase, Severity, Stage
-from flightrec.storage import commit, files, filters, names, schema, text
+from flightrec.storage import commit, files, filters, guard, names, schema, text
 from flightrec.storage.facts import Blind
 from flightrec.storage.series import History
 
 _KEY_COLUMNS = ("layer", "tensor", "part", "microbatch", "phase", "call", "stage")
 _PHASES = {phase.value.encode("ascii"): phase for phase in Phase}
 _STAGES = {stage.value.encode("ascii"): stage for stage in Stage}
+_TABLES = {
+    "records": schema.RECORD,
+    "iterations": schema.ITERATION,
+    "firings": schema.FIRING,
+    "blind": schema.BLIND,
+    "quantizers": schema.QUANTIZER,
+    "components": schema.COMPONENT,
+}
 
 
 @dataclass(frozen=True)
@@ -107,8 +115,10 @@ class Rank:
             self._tensors.close()
 
     def attribute(self, name: str, default: Any = None) -> Any:
-        """Give a root attribute of the facts file."""
+        """Give a root attribute of the facts file; one that is missing and has no default is damage."""
         with files.reading(self.facts_path, f"attribute {name}"):
+            if name not in self._facts.attrs and default is None:
+                raise ValueError("it is missing")
             return text.read_attribute(self._facts, name) if name in self._facts.attrs else default
 
     @cached_property
@@ -163,7 +173,10 @@ class Rank:
     def trigger(self) -> Firing:
         """The primary firing."""
         with files.reading(self.facts_path, "/trigger"):
-            return self._facts_firings[int(text.read_attribute(self._facts["trigger"], "firing"))]
+            place = int(text.read_attribute(guard.need(self._facts, "trigger"), "firing"))
+            if place < 0:
+                raise ValueError(f"is firing {place}")
+            return self._facts_firings[place]
 
     @cached_property
     def firings(self) -> list[Firing]:
@@ -172,20 +185,20 @@ class Rank:
         if self.tensors_problem == "":
             file, path = self._tensors_file()
             with files.reading(path, "/firings"):
-                if "firings" in file:
-                    late = _firings(file["firings"][()], text.read_text_table(file))
+                if guard.find(file, "firings") is not None:
+                    late = _firings(_read_table(file, "firings"), text.read_text_table(file))
         return [*self._facts_firings, *late]
 
     @cached_property
     def blind(self) -> list[Blind]:
         """What was not recorded: rows of both files' ``/blind``."""
         with files.reading(self.facts_path, "/blind"):
-            found = _blind(self._facts["blind"][()], self.names)
+            found = _blind(_read_table(self._facts, "blind"), self.names)
         if self.tensors_problem == "":
             file, path = self._tensors_file()
             with files.reading(path, "/blind"):
-                if "blind" in file:
-                    found += _blind(file["blind"][()], text.read_text_table(file))
+                if guard.find(file, "blind") is not None:
+                    found += _blind(_read_table(file, "blind"), text.read_text_table(file))
         return found
 
     @cached_property
@@ -231,7 +244,9 @@ class Rank:
         """The random number generators' states as an iteration began, by name; empty if none were kept."""
         path = f"rng/{names.iteration_link(attempt, iteration)}"
         with files.reading(self.facts_path, path):
-            return {name: state[()] for name, state in self._facts[path].items()} if path in self._facts else {}
+            group = guard.find(self._facts, path)
+            entries = guard.members(group) if group is not None else ()
+            return {guard.decoded(name): np.asarray(guard.checked(state)[()]) for name, state in entries}
 
     @cached_property
     def tensors_problem(self) -> str:
@@ -272,10 +287,8 @@ class Rank:
         with files.reading(self.facts_path, "/records"):
             described = self.names[row["components"]]
             if described not in self._components:
-                self._components[described] = tuple(
-                    StoredComponent(part["name"], tuple(part["shape"]), part["format"], part["bytes"])
-                    for part in text.from_json_text(described) or ()
-                )
+                parts = text.from_json_text(described) or ()
+                self._components[described] = tuple(_stored_component(part) for part in parts)
             return self._components[described]
 
     def has_payload(self, record: int, path: str, component: str) -> bool:
@@ -286,18 +299,30 @@ class Rank:
             return (record, component) in self._payload
         file, where = self._tensors_file()
         with files.reading(where, path):
-            return bool(path) and f"{path}/{component}" in file
+            return bool(path) and guard.find(file, f"{path}/{component}") is not None
 
-    def read_payload(self, record: int, path: str, component: str, *, check: bool = True) -> npt.NDArray[Any]:
+    def read_payload(
+        self, record: int, path: str, component: str, *, check: bool = True, max_bytes: int | None = None
+    ) -> npt.NDArray[Any]:
         """Read one component as it is stored.
+
+        Args:
+            record: row of ``/records``.
+            path: its group.
+            component: the array's name.
+            check: compare its checksum.
+            max_bytes: what ``/records`` says of its length; one that claims more is not read.
 
         Raises:
             IncidentError: it is not there, or damaged (its checksum differs, when ``check``).
         """
         file, where = self._tensors_file()
         with files.reading(where, f"{path}/{component}"):
-            array = file[f"{path}/{component}"][()]
-        array = np.asarray(array)
+            item = guard.need(file, f"{path}/{component}")
+            dataset = guard.checked(item) if max_bytes is None else guard.checked(item, max_bytes=max_bytes)
+            if dataset.dtype.hasobject:
+                raise ValueError(f"has elements of {dataset.dtype}")
+            array = np.asarray(dataset[()])
         if check and self._payload is not None:
             expected = self._payload.get((record, component))
             found = zlib.crc32(np.ascontiguousarray(array).view("u1").data if array.size else b"")
@@ -339,9 +364,9 @@ class Rank:
         """(record, component) -> crc32; None in a salvaged file, where it was never written."""
         file, path = self._tensors_file()
         with files.reading(path, "/components"):
-            if "components" not in file:
+            if guard.find(file, "components") is None:
                 return None
-            table, names = file["components"][()], text.read_text_table(file)
+            table, names = _read_table(file, "components"), text.read_text_table(file)
             columns = (table["record"].tolist(), table["component"].tolist(), table["crc32"].tolist())
             return {(record, names[name]): crc for record, name, crc in zip(*columns, strict=True)}
 
@@ -353,7 +378,11 @@ class Rank:
 
     def _table(self, name: str) -> npt.NDArray[np.void]:
         with files.reading(self.facts_path, f"/{name}"):
-            return np.asarray(self._facts[name][()])
+            table = _read_table(self._facts, name)
+            for column in _TABLES[name].names or ():
+                if _TABLES[name][column] == schema.TEXT_ID and column in (table.dtype.names or ()) and len(table):
+                    self.names[int(table[column].max())]  # what points to no text is told once, here
+            return table
 
     def _tensors_file(self) -> tuple[h5py.File, Path]:
         if self.tensors_path is None:
@@ -368,6 +397,18 @@ class Rank:
                 raise
             self._tensors = file
         return self._tensors, self.tensors_path
+
+
+def _read_table(file: h5py.File, name: str) -> npt.NDArray[np.void]:
+    return guard.read_table(file, name, _TABLES[name], schema.LATER)
+
+
+def _stored_component(part: Mapping[str, Any]) -> StoredComponent:
+    """One entry of the column ``components`` (``ValueError`` if it is none)."""
+    name, form, num_bytes = part["name"], part["format"], part["bytes"]
+    if not isinstance(name, str) or not isinstance(form, str) or type(num_bytes) is not int or num_bytes < 0:
+        raise ValueError(f"a component is {str(part)[:200]}")
+    return StoredComponent(name, text.sizes(part["shape"]), form, num_bytes)
 
 
 def _key(row: Any, names: list[str]) -> Key:

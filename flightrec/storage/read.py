@@ -12,12 +12,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import h5py
 import numpy as np
 import numpy.typing as npt
 
 from flightrec.errors import IncidentError
 from flightrec.records import Firing, Phase, Stage
-from flightrec.storage import files, schema, text
+from flightrec.storage import files, guard, schema, text
 from flightrec.storage.facts import Blind
 from flightrec.storage.rank import Iteration, Rank
 from flightrec.storage.record import Record
@@ -215,9 +216,9 @@ def open_as(kind: type[IncidentT], path: str | Path) -> IncidentT:
         incident_id = str(text.read_attribute(file, "incident_id"))
         found = text.read_attribute(file, "kind")
         if found == schema.INDEX:
-            ranks = _ranks_in_index(path, text.read_text_table(file), file["ranks"][()])
+            ranks = _ranks_in_index(path, file)
         elif found == schema.TENSORS:
-            facts = path.with_name(str(text.read_attribute(file, "facts_file")))
+            facts = files.beside(path, str(text.read_attribute(file, "facts_file")))
             if not facts.is_file():
                 raise IncidentError(f"{path}: holds payload only; its facts file {facts.name} is not beside it")
             ranks = [(facts, path)]
@@ -270,11 +271,11 @@ def _is_incident(folder: Path) -> bool:
 
 
 def _ranks_in_folder(folder: Path) -> list[tuple[Path, Path | None]]:
-    indices = [path for path in folder.glob("*.index.h5") if not path.name.startswith(".")]
+    indices = [files.inside(path) for path in folder.glob("*.index.h5") if not path.name.startswith(".")]
     if len(indices) == 1:
         with files.open_file(indices[0], [schema.INDEX]) as file, files.reading(indices[0]):
-            return _ranks_in_index(indices[0], text.read_text_table(file), file["ranks"][()])
-    facts = sorted(path for path in folder.glob("*.facts.h5") if not path.name.startswith("."))
+            return _ranks_in_index(indices[0], file)
+    facts = sorted(files.inside(path) for path in folder.glob("*.facts.h5") if not path.name.startswith("."))
     if facts and not indices:
         return [(path, _tensors_beside(path)) for path in facts]
     if indices:
@@ -287,13 +288,14 @@ def _ranks_in_folder(folder: Path) -> list[tuple[Path, Path | None]]:
     raise IncidentError(f"{folder}: holds {reason}; expected *.index.h5 or *.facts.h5")
 
 
-def _ranks_in_index(index: Path, names: list[str], rows: npt.NDArray[np.void]) -> list[tuple[Path, Path | None]]:
+def _ranks_in_index(index: Path, file: h5py.File) -> list[tuple[Path, Path | None]]:
+    names, rows = text.read_text_table(file), guard.read_table(file, "ranks", schema.RANK, schema.LATER)
     found: list[tuple[Path, Path | None]] = []
     for row in rows:
         facts, tensors = names[row["facts"]], names[row["tensors"]]
         if facts:
-            path = index.with_name(facts)
-            found.append((path, index.with_name(tensors) if tensors else _tensors_beside(path)))
+            path = files.beside(index, facts)
+            found.append((path, files.beside(index, tensors) if tensors else _tensors_beside(path)))
     return found
 
 
@@ -303,8 +305,8 @@ def _tensors_beside(facts: Path) -> Path | None:
         name = str(text.read_attribute(file, "tensors_file")) if "tensors_file" in file.attrs else ""
     if not name:
         return None
-    path = facts.with_name(name)
-    salvaged = path.with_name(f"{path.stem}.salvaged.h5")
+    path = files.beside(facts, name)
+    salvaged = files.beside(facts, f"{path.stem}.salvaged.h5")
     return next((candidate for candidate in (path, salvaged) if candidate.is_file()), None)
 
 

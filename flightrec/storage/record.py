@@ -132,7 +132,8 @@ class Record:
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape of the tensor."""
-        return tuple(text.from_json_text(self._name("shape")) or ())
+        with files.reading(self._source.facts_path, "/records"):
+            return text.sizes(text.from_json_text(self._name("shape")) or ())
 
     @property
     def dtype(self) -> str:
@@ -246,7 +247,7 @@ class Record:
             raise IncidentError(f"{self!r}: has no component {component!r}; it has {names}")
         if not self._source.has_payload(self.index, self.path, component):
             raise IncidentError(f"{self!r}: bytes of {component} are missing: {self.why_absent}")
-        array = self._source.read_payload(self.index, self.path, component, check=check)
+        array = self._source.read_payload(self.index, self.path, component, check=check, max_bytes=part.num_bytes)
         if part.format in base.FORMATS and (
             array.shape != part.shape or array.dtype != base.storage_dtype(part.format)
         ):

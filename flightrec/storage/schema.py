@@ -162,3 +162,12 @@ COMPONENT = np.dtype(
 
 RANK = np.dtype([("rank", "<i4"), ("facts", TEXT_ID), ("tensors", TEXT_ID)])
 """Rank table of the index: file names beside it; empty text for a file that was not there."""
+
+LATER = frozenset(
+    {
+        *(name for name in STATISTIC_COLUMNS if Statistic[name.upper()] > Statistic.SCALE_NONFINITE_COUNT),
+        *("scale_unchanged_iterations", "scale_differed_iterations"),
+        *("step_time_s", "data_time_s", "loss_scale", "optimizer", "data", "tier", "landmark"),
+    }
+)
+"""Columns that version 1.0 did not have."""

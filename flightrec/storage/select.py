@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from flightrec.config.patterns import compile_pattern
+from flightrec.config.expressions import compile_pattern
 from flightrec.errors import ConfigError
 
 Texts = str | Iterable[str]

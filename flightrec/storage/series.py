@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from flightrec.errors import IncidentError
 from flightrec.records import Key, Phase, Stage
-from flightrec.storage import files, schema, text
+from flightrec.storage import files, guard, schema, text
 from flightrec.storage.select import Texts, matching
 
 Column = tuple[npt.NDArray[np.int64], npt.NDArray[Any]]
@@ -70,7 +70,12 @@ class History(Mapping[str, Column]):
     def __getitem__(self, name: str) -> Column:
         entry = self._entry(name)
         with files.reading(self._path, f"/history/{name}"):
-            return entry["iterations"][()], entry["values"][()]
+            iterations, values = guard.read_array(entry, "iterations"), guard.read_array(entry, "values", sparse=True)
+            if iterations.ndim != 1 or iterations.dtype.kind not in "iu" or values.dtype.kind not in "fiu":
+                raise ValueError(f"{iterations.dtype} iterations and values of {values.dtype}")
+            if values.ndim not in (1, 2) or len(values) != len(iterations):
+                raise ValueError(f"{len(iterations)} iterations with values of shape {values.shape}")
+            return iterations, values
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -85,7 +90,7 @@ class History(Mapping[str, Column]):
     def scalars(self) -> tuple[str, ...]:
         """Names with one value an iteration: the loss and the metrics."""
         with files.reading(self._path, "/history"):
-            return tuple(name for name, entry in self._entries.items() if entry["values"].ndim == 1)
+            return tuple(name for name, entry in self._entries.items() if guard.need(entry, "values").ndim == 1)
 
     @property
     def statistics(self) -> tuple[str, ...]:
@@ -96,7 +101,9 @@ class History(Mapping[str, Column]):
         """Attempts of the samples of ``history[name]``, int64 [n]; 0 in files of format 1.0, which do not say."""
         entry = self._entry(name)
         with files.reading(self._path, f"/history/{name}"):
-            return np.asarray(entry["attempts"][()] if "attempts" in entry else np.zeros(len(entry["iterations"]), int))
+            if guard.find(entry, "attempts") is not None:
+                return guard.read_array(entry, "attempts")
+            return np.zeros(len(guard.read_array(entry, "iterations")), int)
 
     @cached_property
     def iterations(self) -> npt.NDArray[np.int64]:
@@ -114,7 +121,8 @@ class History(Mapping[str, Column]):
         with files.reading(self._path, "/series"):
             if "series" not in self._file:
                 return []
-            return [Series(self, self._key(row), column) for column, row in enumerate(self._file["series"][()])]
+            rows = guard.read_table(self._file, "series", schema.SERIES, schema.LATER)
+            return [Series(self, self._key(row), column) for column, row in enumerate(rows)]
 
     def find(
         self,
@@ -166,7 +174,10 @@ class History(Mapping[str, Column]):
         if statistic not in self._entries:
             return np.full(len(self.iterations), np.nan, np.float32)
         with files.reading(self._path, f"/history/{statistic}"):
-            return np.asarray(self._entries[statistic]["values"][:, column])
+            values = guard.checked(guard.need(self._entries[statistic], "values"), sparse=True)
+            if values.dtype.kind != "f" or values.ndim != 2 or len(values) != len(self.iterations):
+                raise ValueError(f"{values.dtype} of shape {values.shape} for {len(self.iterations)} iterations")
+            return np.asarray(values[:, column])
 
     def read_rows(self, statistic: str, start: int, stop: int) -> npt.NDArray[np.float32]:
         """A statistic in some samples, float32 [stop - start, series]; quantized ones: of the first series only."""
@@ -178,8 +189,9 @@ class History(Mapping[str, Column]):
     @cached_property
     def _entries(self) -> dict[str, h5py.Group]:
         with files.reading(self._path, "/history"):
-            group = self._file["history"].values() if "history" in self._file else ()
-            return {text.read_attribute(entry, "name"): entry for entry in group}
+            group = guard.find(self._file, "history")
+            entries = guard.members(group) if group is not None else ()
+            return {str(text.read_attribute(entry, "name")): entry for _, entry in entries}
 
     def _entry(self, name: str) -> h5py.Group:
         if name not in self._entries:

@@ -16,11 +16,17 @@ from typing import Any
 import h5py
 import numpy as np
 
+from flightrec.storage import guard
+
 _ESCAPED = "escaped"
 _UNSAFE = re.compile("[\x00\ud800-\udfff]")
 _TO_ESCAPE = re.compile("[\x00\ud800-\udfff\\\\]")
 _ESCAPE = re.compile(r"\\u([0-9a-f]{4})")
 _MAX_DEPTH = 32
+_MAX_AXES = 64
+_MAX_READ_DEPTH = 3 * _MAX_DEPTH
+_BRACKET = re.compile(r'"(?:[^"\\]|\\.)*"|[][{}]', re.DOTALL)
+_NUMBERS = re.compile("bool|u?int(8|16|32|64)|b?float(16|32|64|128)")
 _MAX_FOREIGN_CHARACTERS = 10_000
 _STRING = h5py.string_dtype("utf-8")
 
@@ -67,8 +73,8 @@ class TextTable:
 
 def read_text_table(parent: h5py.Group, name: str = "names") -> list[str]:
     """Read what ``TextTable.write`` or ``write_texts`` wrote."""
-    dataset = parent[name]
-    texts = [value.decode("utf-8") for value in dataset[()]]
+    dataset = guard.need(parent, name)
+    texts = guard.read_texts(dataset)
     if dataset.attrs.get(_ESCAPED, 0):
         return [unescape_text(text) for text in texts]
     return texts
@@ -84,8 +90,8 @@ def write_text(parent: h5py.Group, name: str, text: str) -> None:
 
 def read_text(parent: h5py.Group, name: str) -> str:
     """Read what ``write_text`` wrote."""
-    dataset = parent[name]
-    text = str(dataset[()].decode("utf-8"))
+    dataset = guard.need(parent, name)
+    (text,) = guard.read_texts(dataset)
     return unescape_text(text) if dataset.attrs.get(_ESCAPED, 0) else text
 
 
@@ -106,9 +112,11 @@ def write_attributes(target: h5py.Group, values: Mapping[str, Any]) -> None:
 
 def read_attribute(target: h5py.Group, name: str) -> Any:
     """Read one attribute that ``write_attributes`` set: text as str, numbers as Python numbers."""
+    if target.attrs.get_id(name).get_storage_size() > guard.MAX_ATTRIBUTE_BYTES:
+        raise ValueError(f"attribute {name} is longer than {guard.MAX_ATTRIBUTE_BYTES} bytes")
     value = target.attrs[name]
     if isinstance(value, bytes):
-        value = value.decode("utf-8")
+        value = guard.decoded(value)
     if isinstance(value, str):
         return unescape_text(value) if name in str(target.attrs.get(_ESCAPED, "")).split(",") else value
     return value.item() if isinstance(value, np.generic) else value
@@ -125,8 +133,16 @@ def to_json_text(value: Any) -> str:
 
 
 def from_json_text(text: str) -> Any:
-    """Reverse ``to_json_text`` (tuples come back as lists); empty text gives None."""
-    return json.loads(text, object_hook=_revive) if text else None
+    """Reverse ``to_json_text`` (tuples come back as lists); empty text gives None.
+
+    Raises:
+        ValueError: no JSON, deeper than ``to_json_text`` writes it, or a ``$`` object that it does not write.
+    """
+    if not text:
+        return None
+    if text.count("[") + text.count("{") > _MAX_READ_DEPTH and _depth(text) > _MAX_READ_DEPTH:
+        raise ValueError(f"is nested deeper than {_MAX_READ_DEPTH}")
+    return json.loads(text, object_hook=_revive)
 
 
 def _plain(value: Any, depth: int) -> Any:
@@ -171,14 +187,33 @@ def _foreign(value: Any) -> str:
         return f"<{type(value).__module__}.{type(value).__qualname__} without text>"
 
 
+def _depth(text: str) -> int:
+    """How deep brackets are nested, those in strings left out."""
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(text):
+        depth += 1 if bracket in "[{" else -1 if bracket in "]}" else 0
+        deepest = max(deepest, depth)
+    return deepest
+
+
 def _revive(found: dict[str, Any]) -> Any:
     if "$float" in found:
         return float(found["$float"])
     if "$bytes" in found:
         return bytes.fromhex(found["$bytes"])
     if "$array" in found:
+        if _NUMBERS.fullmatch(str(found.get("dtype"))) is None:  # a text's dtype may claim any length
+            raise ValueError(f"an array of {found.get('dtype')!r}")
         return np.array(found["$array"], dtype=found["dtype"])
     return {key[1:] if key.startswith("$$") else key: item for key, item in found.items()}
+
+
+def sizes(value: Any) -> tuple[int, ...]:
+    """A shape that was read from JSON: whole numbers, none negative (``ValueError`` for anything else)."""
+    found = tuple(value)
+    if len(found) > _MAX_AXES or not all(type(size) is int and 0 <= size < 1 << 62 for size in found):
+        raise ValueError(f"a shape is {str(found)[:200]}")
+    return found
 
 
 def as_texts(values: Sequence[bytes]) -> list[str]:
