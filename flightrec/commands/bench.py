@@ -14,6 +14,7 @@ from rich.console import Console
 
 from flightrec.bench import tables
 from flightrec.bench.results import Comparison, document
+from flightrec.commands.examples import examples
 from flightrec.commands.factory import find_factory
 from flightrec.config.load import load, packaged
 from flightrec.config.model import Config
@@ -22,6 +23,11 @@ from flightrec.errors import AttachError, MissingExtraError
 _FORM = (
     "expected package.module:factory, a function that returns (model, step), where step() runs one iteration and "
     "returns the loss or None"
+)
+
+EXAMPLES = examples(
+    "flightrec bench",
+    "flightrec bench --model mypackage.model:build --output bench.json",
 )
 
 
