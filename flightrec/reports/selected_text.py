@@ -85,17 +85,21 @@ def _values(entry: Row, console: Console, *, many_ranks: bool) -> None:
         return
     line(console, f"around {_index(entry['worst'])}: {REASONS[entry['reason']]}")
     room = max(len(_index(element["index"])) for element in entry["elements"]) + 3
-    line(console, f"{'index':<{room}}{'value':>12}{'code':>7}{'number':>8}{'x scale':>13}{'decoded':>12}", "dim")
+    codes = f"{'code':>7}{'number':>8}{'x scale':>13}{'decoded':>12}" if entry["format"] else ""
+    line(console, f"{'index':<{room}}{'value':>12}{codes}", "dim")
     for element in entry["elements"]:
         is_worst = element["index"] == entry["worst"]
         place = _index(element["index"]) + (" <" if is_worst else "")
-        line(console, f"{place:<{room}}{_numbers(element)}", "bold" if is_worst else "")
+        line(console, f"{place:<{room}}{_numbers(element, has_codes=bool(codes))}", "bold" if is_worst else "")
 
 
-def _numbers(element: Row) -> str:
+def _numbers(element: Row, *, has_codes: bool) -> str:
+    value = f"{_exactly(element['value']):>12}"
+    if not has_codes:
+        return value
     code = "-" if element["code"] is None else f"{element['code']:#04x}" if element["code"] >= 0 else element["code"]
     return (
-        f"{_exactly(element['value']):>12}{code:>7}{_exactly(element['code_value']):>8}"
+        f"{value}{code:>7}{_exactly(element['code_value']):>8}"
         f"{_exactly(element['scale_inv']):>13}{_exactly(element['decoded']):>12}"
     )
 
