@@ -74,15 +74,14 @@ def on_a_terminal(*arguments: str) -> bytes:
     return shown
 
 
-@pytest.mark.parametrize("options", [[], ["--iterations", "3"]], ids=["story", "error"])
-def test_colour_on_a_terminal_and_none_in_a_pipe(incident_folder: Path, options: list[str]) -> None:
-    told = piped("inspect", str(incident_folder), *options)
-    assert told
+def test_colour_on_a_terminal_and_none_in_a_pipe(incident_folder: Path) -> None:
+    told = piped("inspect", str(incident_folder))
+    assert b"Where it began" in told
     assert ESCAPE not in told
-    assert ESCAPE in on_a_terminal("inspect", str(incident_folder), *options)
+    assert ESCAPE in on_a_terminal("inspect", str(incident_folder))
 
 
-def test_help_in_a_pipe_has_no_colour() -> None:
-    assert ESCAPE not in piped("--help")
+def test_errors_and_help_in_a_pipe_have_no_colour() -> None:
+    assert ESCAPE not in piped("inspect", "nowhere", "--iterations", "3")
     for name in COMMANDS:
         assert "\x1b" not in flightrec(name, "--help").stdout

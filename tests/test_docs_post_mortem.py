@@ -71,6 +71,7 @@ def test_every_marker_is_one_that_is_filled(generator: ModuleType) -> None:
     assert "```text\n```" not in PAGE
 
 
+@pytest.mark.slow
 def test_the_page_and_its_pictures_are_true(generator: ModuleType, tmp_path: Path) -> None:
     made, pictures = generator.fill(PAGE, tmp_path)
     assert differences(PAGE, made) == []

@@ -80,7 +80,9 @@ def select(
     if not records:
         raise IncidentError(f"{incident.path}: no record is selected by {_told(wanted)}; {_there_is(incident, wanted)}")
     columns = _columns(incident)
-    by_badness = sorted(records, key=lambda record: _badness(columns[record.rank], record.index))
+    by_badness = records
+    if worst or values:
+        by_badness = sorted(records, key=lambda record: _badness(columns[record.rank], record.index))
     return {
         "filters": {name: value for name, value in wanted.items() if value is not None},
         "worst": worst,
@@ -208,7 +210,7 @@ def _badness(columns: Mapping[str, Floats], row: int) -> tuple[float, ...]:
         return 0.0 if math.isnan(found) else found
 
     percents = [-(100 * value(name) // 1) for name in ("saturated_share", "underflow_share", "quantization_error")]
-    return (-value("nonfinite_share"), *percents, -value("amax_growth"))
+    return (-value("nonfinite_share"), *percents, -max(1.0, value("amax_growth")))
 
 
 def _values(records: Sequence[Record], wanted: int) -> list[Document]:
