@@ -41,11 +41,16 @@ def main(incident: str, picture: str) -> None:
         file=io.StringIO(), record=True, width=text.WIDTH, force_terminal=True, color_system="truecolor", markup=False
     )
     text.render(document, console)
-    svg = console.export_svg(title="flightrec inspect", theme=THEME)
+    Path(picture).write_text(svg_of(console, "flightrec inspect"))
+
+
+def svg_of(console: Console, title: str) -> str:
+    """Give what a recording console printed as a picture that needs nothing from elsewhere."""
+    svg = console.export_svg(title=title, theme=THEME)
     svg = re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # a picture loads nothing from elsewhere
     svg = re.sub(r' x="([\d.]+)" y="([\d.]+)" textLength="([\d.]+)"([^>]*)>((?:&#160;)+)', _without_indent, svg)
     svg = svg.replace("Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace")
-    Path(picture).write_text("\n".join(line.rstrip() for line in svg.splitlines() if line.strip()) + "\n")
+    return "\n".join(line.rstrip() for line in svg.splitlines() if line.strip()) + "\n"
 
 
 def _without_indent(found: re.Match[str]) -> str:

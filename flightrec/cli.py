@@ -28,11 +28,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     epilog="Exit codes: 0 fine, 1 findings, 2 usage, 3 unreadable input.",
 )
-app.command("demo")(demo.demo)
-app.command("check")(check.check)
-app.command("inspect")(inspect.inspect)
-app.command("bench")(bench.bench)
-app.command("pack")(pack.pack)
+app.command("demo", epilog=demo.EXAMPLES)(demo.demo)
+app.command("check", epilog=check.EXAMPLES)(check.check)
+app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
+app.command("pack", epilog=pack.EXAMPLES)(pack.pack)
 
 
 def _version(wanted: bool) -> None:

@@ -23,6 +23,7 @@ OFFLINE = (
     "errors",
     "golden",
     "offline",
+    "plain",
     "records",
     "reports",
     "storage",

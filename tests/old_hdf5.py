@@ -54,6 +54,11 @@ def read_histories(file, names):
         expect(len(iterations) == len(values), f"history {name}: axes differ")
         expect("attempts" not in entry or len(entry["attempts"][()]) == len(values), f"history {name}: attempts")
         expect(entry["values"].dims[0][0][()].tolist() == iterations.tolist(), f"history {name}: dimension scale")
+        if "series" in entry:  # since 1.4: every axis has a scale, and every column a label
+            expect(entry["values"].dims[1][0].shape == values.shape[1:], f"history {name}: scale of the columns")
+            expect(entry["labels"].shape == values.shape[1:], f"history {name}: labels")
+        axes = [text(axis) for axis in entry.attrs["axes"]]
+        expect(all(axis == "." or axis in entry for axis in axes), f"history {name}: NXdata names {axes}")
         if values.ndim == 2 and "series" in file:
             series = file["series"][()]
             expect(values.shape[1] == len(series), f"history {name}: columns")

@@ -126,7 +126,8 @@ def test_on_the_command_line(folder: Path) -> None:
     done = flightrec("inspect", folder, "--quantizer", "re:fc[0-9]", "--tensor", "activation", "--json")
     assert json.loads(done.stdout)["quantizers"][0]["key"]["layer"] == "fc1"
     assert flightrec("inspect", folder, "--quantizer", "nothing").returncode == 3
-    assert flightrec("inspect", folder, "--tensor", "activation").returncode == 2
+    both = flightrec("inspect", folder, "--quantizer", "fc1", "--tensor", "activation", "--tensor", "w*", "--json")
+    assert both.returncode == 0, both.stderr
 
 
 def test_words() -> None:

@@ -29,11 +29,11 @@ def incident(request: pytest.FixtureRequest, tmp_path: Path):
 
 
 def test_every_version_is_kept() -> None:
-    assert [path.name for path in KEPT] == [*(f"incident-1.{minor}.index.h5" for minor in range(3)), NEWEST]
+    assert [path.name for path in KEPT] == [*(f"incident-1.{minor}.index.h5" for minor in range(4)), NEWEST]
 
 
 def test_identity_and_facts(incident: Incident) -> None:
-    assert incident.incident_id in ("incident-1.0", "incident-1.1", "incident-1.2", "incident-1.3")
+    assert incident.incident_id in ("incident-1.0", "incident-1.1", "incident-1.2", "incident-1.3", "incident-1.4")
     assert (incident.run_id, incident.attempt, incident.world_size, incident.host) == ("run", 0, 1, "host")
     assert incident.created_ns == 1_700_000_000_000_000_000
     assert incident.versions == {"flightrec": "0.1.0"}

@@ -7,8 +7,8 @@ import h5py
 import numpy as np
 from storage_samples import firing, history_piece, identity, iterations
 
-from flightrec.records import Key
-from flightrec.storage import schema, tables
+from flightrec.records import Key, Phase, Stage
+from flightrec.storage import schema, tables, text
 from flightrec.storage.facts import IncidentFacts
 from flightrec.storage.history import Columns
 
@@ -33,15 +33,34 @@ def test_statistics_are_nxdata_that_share_their_axes(tmp_path: Path) -> None:
         for name in ("amax", "scale_max"):
             entry = file["history"][name]
             assert (entry.attrs["NX_class"], entry.attrs["signal"], entry.attrs["name"]) == ("NXdata", "values", name)
-            assert entry.attrs["axes"].tolist() == ["iterations", "."]
+            assert entry.attrs["axes"].tolist() == ["iterations", "series"]
             assert entry["values"].shape == (4, 3)
             assert entry["values"].dtype == np.float32
             assert entry["values"].dims[0][0] == file["history/numel/iterations"]
             assert entry["iterations"] == file["history/numel/iterations"]
             assert entry["attempts"] == file["history/numel/attempts"]
+            assert entry["values"].dims[1][0] == entry["series"] == file["history/numel/series"]
         names = file["names"].asstr()[()]
         assert [names[row["layer"]] for row in file["series"]] == ["blocks.1.fc1", "plain.0", "plain.1"]
+        assert entry["labels"].asstr()[()].tolist()[:2] == ["blocks.1.fc1 activation forward", "plain.0 output forward"]
+        assert entry["labels"].dims[0][0] == entry["series"]
+        assert entry["series"][()].tolist() == [0, 1, 2]
         assert np.isnan(file["history/scale_max/values"][:, 1:]).all()
+
+
+def test_labels_tell_part_phase_and_call_of_any_name(tmp_path: Path) -> None:
+    key = Key("a\0b", "gradient", "aux.0", phase=Phase.RECOMPUTE, call=2, stage=Stage.BACKWARD)
+    with filled(tmp_path, statistics=[replace(history_piece(2, 1), plain_series=[key])]) as file:
+        labels = text.read_text_table(file["history/amax"], "labels")
+        assert labels[1] == "a\0b gradient[aux.0] backward recompute call 2"
+
+
+def test_a_history_of_rows_has_a_scale_for_each_axis(tmp_path: Path) -> None:
+    with filled(tmp_path, history={"metric.x": ([1, 2], np.ones((2, 3, 4)))}) as file:
+        entry = file["history/metric.x"]
+        assert entry.attrs["axes"].tolist() == ["iterations", "rows", "rows_2"]
+        assert [len(dimension[0]) for dimension in entry["values"].dims] == [2, 3, 4]
+        assert (file.attrs["default"], file["history"].attrs["default"]) == ("history", "metric.x")
 
 
 def test_chunks_of_series_without_a_quantized_tensor_take_no_room(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from flightrec.commands.examples import examples
 from flightrec.commands.factory import find_factory
 from flightrec.errors import AttachError, MissingExtraError
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 _FORM = (
     "expected package.module:factory, a function that returns (model, step), where step() runs one iteration and "
     "returns the loss or None"
+)
+
+EXAMPLES = examples(
+    "flightrec bench",
+    "flightrec bench --model mypackage.model:build --output bench.json",
 )
 
 

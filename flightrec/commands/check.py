@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flightrec.commands.examples import examples
 from flightrec.commands.factory import find_factory
 from flightrec.errors import AttachError, IncidentError
 
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
     from flightrec.config.model import Config
 
 _FACTORY_FORM = "expected package.module:factory, a function without arguments that returns a model or (model, step)"
+
+EXAMPLES = examples(
+    "flightrec check pretrain.yaml",
+    "flightrec check pretrain.yaml --model mypackage.model:build",
+)
 
 
 def check(

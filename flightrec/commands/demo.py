@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from flightrec.commands.examples import examples
 from flightrec.errors import MissingExtraError
 from flightrec.reports.text import report_console
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 _MIN_ITERATIONS = 80
 """``amax_spike`` judges from 64 samples on; some more show that it stays silent."""
+
+EXAMPLES = examples(
+    "flightrec demo",
+    "flightrec demo --directory incidents --iterations 300",
+)
 
 
 def demo(

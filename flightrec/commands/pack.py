@@ -10,11 +10,17 @@ from typing import Annotated
 
 import typer
 
+from flightrec.commands.examples import examples
 from flightrec.commands.reading import Limits, read_in_child
 from flightrec.storage import filters
 
 LIMITS = Limits(cpu_s=7 * 24 * 3600, wall_s=7 * 24 * 3600.0)
 """Compressing takes seconds a gigabyte, and incidents have many; memory is limited as for all commands."""
+
+EXAMPLES = examples(
+    "flightrec pack incidents/NAME",
+    "flightrec pack incidents/NAME --output archive/NAME --filter zstd --level 9",
+)
 
 
 def pack(

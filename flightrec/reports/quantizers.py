@@ -18,6 +18,7 @@ from flightrec.reports.summary import key_of, plain
 from flightrec.storage.read import Incident, open_incident
 from flightrec.storage.record import Record
 from flightrec.storage.scale_age import ScaleAge
+from flightrec.storage.select import Texts
 from flightrec.storage.series import History, Series
 
 DOCUMENT = "flightrec-quantizers"
@@ -33,7 +34,7 @@ _USE = ("amax", "quantizer_amax", "amax_history_max", "scale_min", "scale_max", 
 Document = dict[str, Any]
 
 
-def quantizers_of_path(path: Path, layer: str, tensor: str | None = None) -> Document:
+def quantizers_of_path(path: Path, layer: str, tensor: Texts | None = None) -> Document:
     """Open an incident and tell its quantizers; see ``quantizers_of``.
 
     Raises:
@@ -43,13 +44,13 @@ def quantizers_of_path(path: Path, layer: str, tensor: str | None = None) -> Doc
         return quantizers_of(incident, layer, tensor)
 
 
-def quantizers_of(incident: Incident, layer: str, tensor: str | None = None) -> Document:
+def quantizers_of(incident: Incident, layer: str, tensor: Texts | None = None) -> Document:
     """Tell the quantizers of a layer.
 
     Args:
         incident: an open incident.
         layer: its name, a glob, or a regular expression after ``re:``.
-        tensor: likewise; None for all.
+        tensor: likewise, or several; None for all.
 
     Returns:
         JSON data, see ``docs/inspect.md``.

@@ -16,12 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from flightrec.errors import FormatError
-from flightrec.records import Key
+from flightrec.records import Key, Phase
 from flightrec.storage import names, schema, text
 from flightrec.storage.facts import HistoryPiece, IterationFacts
 
 CHUNK = (250, 256)
 """Shape of a chunk of a wide history: 250 iterations of 256 series."""
+
+_MAGNITUDES = ("amax", "rms", "scale_min", "scale_max", "quantizer_amax", "range_ratio")
+"""Statistics that layers have of very different sizes: viewers draw them on a logarithmic scale."""
 
 Floats = npt.NDArray[np.float32]
 
@@ -144,17 +147,16 @@ def _fill_statistics(file: h5py.File, group: h5py.Group, pieces: Sequence[Histor
         if np.isnan(values).all():
             continue
         entry = _begin(group, statistic)
-        for name, data in (("iterations", columns.iterations), ("attempts", columns.attempts)):
-            if name in axes:
-                entry[name] = axes[name]
-            else:
-                axes[name] = entry.create_dataset(name, data=data)
+        if axes:
+            for name, axis in axes.items():
+                entry[name] = axis
+        else:
+            axes = _create_axes(entry, columns)
         # Chunks that no series with a quantized tensor reaches are never written: they read as NaN and take no room.
         wide = {"chunks": _chunks(shape), "fillvalue": np.nan}
         signal = entry.create_dataset("values", shape=shape, dtype=np.float32, **wide)
         signal[:, : values.shape[1]] = values
-        signal.dims[1].label = "series"
-        _finish(entry, axes["iterations"], signal)
+        _finish(entry, signal, [axes["iterations"], axes["series"]], statistic)
 
 
 def _fill_scalar(group: h5py.Group, name: str, series: tuple[npt.ArrayLike, ...]) -> None:
@@ -166,10 +168,17 @@ def _fill_scalar(group: h5py.Group, name: str, series: tuple[npt.ArrayLike, ...]
     wide = values.ndim == 2 and values.size > math.prod(CHUNK)
     entry = _begin(group, name)
     axis = entry.create_dataset("iterations", data=iterations)
+    _make_scale(axis, "iterations")
     if len(series) > 2:
-        entry.create_dataset("attempts", data=np.asarray(series[2], dtype=np.int64))
+        attempts = entry.create_dataset("attempts", data=np.asarray(series[2], dtype=np.int64))
+        attempts.dims[0].attach_scale(axis)
+    axes = [axis]
+    for number, size in enumerate(values.shape[1:]):
+        rows = "rows" if number == 0 else f"rows_{number + 1}"
+        axes.append(entry.create_dataset(rows, data=np.arange(size)))
+        _make_scale(axes[-1], rows)
     signal = entry.create_dataset("values", data=values, chunks=_chunks(values.shape) if wide else None)
-    _finish(entry, axis, signal)
+    _finish(entry, signal, axes, name)
 
 
 def _begin(group: h5py.Group, name: str) -> h5py.Group:
@@ -178,12 +187,44 @@ def _begin(group: h5py.Group, name: str) -> h5py.Group:
     return entry
 
 
-def _finish(entry: h5py.Group, axis: h5py.Dataset, signal: h5py.Dataset) -> None:
-    if "CLASS" not in axis.attrs:
-        axis.make_scale("iterations")
-    signal.dims[0].attach_scale(axis)
-    axes: list[Any] = ["iterations"] + ["."] * (signal.ndim - 1)
-    entry.attrs.create("axes", np.array(axes, dtype=object), dtype=h5py.string_dtype("utf-8"))
+def _create_axes(entry: h5py.Group, columns: Columns) -> dict[str, h5py.Dataset]:
+    """What all statistics share: two dimension scales, and what tells more about each place on them."""
+    axes = {
+        "iterations": entry.create_dataset("iterations", data=columns.iterations),
+        "series": entry.create_dataset("series", data=np.arange(len(columns.series))),
+        "attempts": entry.create_dataset("attempts", data=columns.attempts),
+    }
+    axes["labels"] = text.write_texts(entry, "labels", [_label(key) for key in columns.series])
+    for name in ("iterations", "series"):
+        _make_scale(axes[name], name)
+    axes["attempts"].dims[0].attach_scale(axes["iterations"])
+    axes["labels"].dims[0].attach_scale(axes["series"])
+    return axes
+
+
+def _label(key: Key) -> str:
+    """A series in words, as a viewer shows it; ``/series`` has the parts."""
+    part = f"[{key.part}]" if key.part else ""
+    phase = "" if key.phase is Phase.TRAIN else f" {key.phase.value}"
+    call = f" call {key.call}" if key.call else ""
+    return f"{key.layer} {key.tensor}{part} {key.stage.value}{phase}{call}".lstrip()
+
+
+def _make_scale(axis: h5py.Dataset, name: str) -> None:
+    axis.make_scale(name)
+    text.write_attributes(axis, {"long_name": name.replace("_", " ")})
+
+
+def _finish(entry: h5py.Group, signal: h5py.Dataset, axes: Sequence[h5py.Dataset], name: str) -> None:
+    """Tell viewers what is plotted over what: dimension scales, names of axes, a logarithm for magnitudes."""
+    names: list[Any] = [axis.name.rpartition("/")[2] for axis in axes]
+    for dimension, axis, label in zip(signal.dims, axes, names, strict=True):
+        dimension.attach_scale(axis)
+        dimension.label = label
+    text.write_attributes(signal, {"long_name": name})
+    if name in _MAGNITUDES:
+        text.write_attributes(entry, {"SILX_style": '{"signal_scale_type": "log"}'})
+    entry.attrs.create("axes", np.array(names, dtype=object), dtype=h5py.string_dtype("utf-8"))
 
 
 def _chunks(shape: tuple[int, ...]) -> tuple[int, ...]:

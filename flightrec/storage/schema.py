@@ -13,7 +13,7 @@ from flightrec.records import Statistic
 FORMAT = "flightrec-incident"
 """Attribute ``format`` of every file of an incident."""
 
-FORMAT_VERSION = "1.3"
+FORMAT_VERSION = "1.4"
 """Attribute ``format_version``: a reader takes every file of its own major version; minor versions only add."""
 
 LIBVER = ("earliest", "v110")

@@ -62,13 +62,18 @@ class TextTable:
 
     def write(self, parent: h5py.Group, name: str = "names") -> None:
         """Write the table as a one-dimensional dataset of strings."""
-        texts = list(self._ids)
-        escaped = any(map(needs_escape, texts))
-        if escaped:
-            texts = [escape_text(text) for text in texts]
-        dataset = parent.create_dataset(name, data=np.array(texts, dtype=object), dtype=_STRING)
-        if escaped:
-            dataset.attrs[_ESCAPED] = np.uint8(1)
+        write_texts(parent, name, list(self._ids))
+
+
+def write_texts(parent: h5py.Group, name: str, texts: Sequence[str]) -> h5py.Dataset:
+    """Write texts of any content as a one-dimensional dataset of strings, and give it."""
+    escaped = any(map(needs_escape, texts))
+    if escaped:
+        texts = [escape_text(text) for text in texts]
+    dataset = parent.create_dataset(name, data=np.array(texts, dtype=object), dtype=_STRING)
+    if escaped:
+        dataset.attrs[_ESCAPED] = np.uint8(1)
+    return dataset
 
 
 def read_text_table(parent: h5py.Group, name: str = "names") -> list[str]:

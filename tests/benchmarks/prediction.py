@@ -3,7 +3,7 @@
     python tests/benchmarks/prediction.py --output prediction.json [--pairs 5] [--model te|builtin]
 
 ``te`` needs a GPU and Transformer Engine; ``builtin`` is the model of ``flightrec bench`` and runs anywhere. Writes the
-JSON of ``flightrec bench --output`` and prints a Markdown table.
+JSON of ``flightrec bench --output``, again after each row, and prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from flightrec.bench.results import Comparison, Study, document
 from flightrec.bench.tables import head, machine_line
 from flightrec.bench.workload import builtin
 from flightrec.config.load import load
+
+SETTLING_STEPS = 32
+"""Of each recorder, before its steps are timed: its first iterations see every tensor for the first time."""
 
 OPERANDS = ["activation", "gradient"]
 RING: dict[str, Any] = {"ring": {"iterations": 2, "memory": "60 GiB"}}
@@ -70,14 +73,21 @@ def main() -> None:
         workload = builtin("cuda" if torch.cuda.is_available() else "cpu")
     for _ in range(3):
         workload.step()
-    plan = Plan(num_steps=options.steps, min_pairs=min(3, options.pairs), max_pairs=options.pairs, num_looks=0)
+    plan = Plan(
+        num_steps=options.steps,
+        num_warm_up=SETTLING_STEPS,
+        min_pairs=min(3, options.pairs),
+        max_pairs=options.pairs,
+        num_looks=0,
+    )
+    facts = machine(workload.device)
     print("| | records | MiB | predicted, ms | measured, ms [95%] | error |\n|---|---|---|---|---|---|", flush=True)
     found = []
     for name, settings in CONFIGURATIONS.items():
         found.append(compare(Plain(workload), WithRecorder(workload, load(settings), name), plan, workload.device))
         print(line(found[-1]), flush=True)
-    study, facts = Study(workload.name, tuple(found)), machine(workload.device)
-    options.output.write_text(json.dumps(document([study], facts), indent=1, allow_nan=False) + "\n")
+        study = Study(workload.name, tuple(found))
+        options.output.write_text(json.dumps(document([study], facts), indent=1, allow_nan=False) + "\n")
     print(f"\n{machine_line(facts)}; {head(study)}")
 
 
