@@ -17,6 +17,7 @@ import numpy.typing as npt
 from flightrec.errors import FlightrecError, IncidentError, MissingExtraError
 from flightrec.records import Firing, Key, Phase, Severity, Stage
 from flightrec.storage import commit, files, filters, names, schema, text
+from flightrec.storage.chunks import pieces
 from flightrec.storage.facts import Blind
 from flightrec.storage.series import History
 
@@ -307,6 +308,24 @@ class Rank:
                     + ("none was written" if expected is None else f"expected {expected:08x}")
                 )
         return array
+
+    def crc32(self, record: int, component: str) -> int | None:
+        """The checksum of a component's bytes as the tensors file has it, None where it was never written."""
+        return None if self.tensors_problem or not self._payload else self._payload.get((record, component))
+
+    def payload_chunks(self, path: str, part: StoredComponent, max_elements: int) -> Iterator[npt.NDArray[Any]]:
+        """Read one component piece by piece, its checksum not compared: flat arrays of stored elements, in C order.
+
+        Raises:
+            IncidentError: it is not there, has another shape than ``/records`` says, or cannot be read.
+        """
+        file, where = self._tensors_file()
+        with files.reading(where, f"{path}/{part.name}"):
+            dataset = file[f"{path}/{part.name}"]
+            if dataset.shape != part.shape:
+                raise IncidentError(f"{where}: {path}/{part.name} is {dataset.shape}, /records says {part.shape}")
+            for place in pieces(part.shape, max_elements):
+                yield np.asarray(dataset[place]).reshape(-1)
 
     @cached_property
     def _payload(self) -> dict[tuple[int, str], int] | None:
