@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flightrec.commands import bench, check, demo, diff, inspect, pack
+from flightrec.commands import bench, check, demo, diff, export, inspect, pack
 from flightrec.errors import ConfigError, FlightrecError, FormatError, IncidentError
 
 EXIT_FINDINGS = 1
@@ -33,6 +33,7 @@ app.command("demo")(demo.demo)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("diff", epilog=diff.EXAMPLES)(diff.diff)
+app.command("export", epilog=export.EXAMPLES)(export.export)
 app.command("bench")(bench.bench)
 app.command("pack")(pack.pack)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -104,12 +105,13 @@ def _check(layer: str | None, tensor: str | None, tolerance: list[str]) -> None:
     """Refuse as a usage error what would fail in the child."""
     from flightrec.analysis.compare_bytes import Tolerance
 
-    for name, pattern in (("--layer", layer), ("--tensor", tensor)):
-        try:
-            compile_pattern(pattern or "*")
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint=name) from None
+    _usage("--layer", lambda: compile_pattern(layer or "*"))
+    _usage("--tensor", lambda: compile_pattern(tensor or "*"))
+    _usage("--tolerance", lambda: Tolerance.parse(tolerance))
+
+
+def _usage(option: str, parse: Callable[[], object]) -> None:
     try:
-        Tolerance.parse(tolerance)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error), param_hint="--tolerance") from None
+        parse()
+    except (ValueError, ConfigError) as error:
+        raise typer.BadParameter(str(error), param_hint=option) from None
