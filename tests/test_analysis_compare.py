@@ -175,6 +175,6 @@ def test_what_differs_beside_the_records(tmp_path: Path) -> None:
     assert found["configuration"] == [{"path": "ring.iterations", "a": 4, "b": 8}]
     assert found["environment"] == [{"path": "commit", "a": "abc", "b": "abd"}]
     facts = {fact["path"]: (fact["a"], fact["b"]) for fact in found["iterations"][0]["facts"]}
-    assert facts == {"loss": (0.5, 9.0), "rng.torch_cpu": ("4 bytes", None)}
+    assert facts == {"loss": (0.5, 9.0), "rng.torch_cpu": ("crc32 8bb98613", None)}
     b = write(tmp_path, "c", {1: usual()}, config_text="budget: [\n")
     assert diff_paths(a, other=str(b))["configuration"]

@@ -6,6 +6,7 @@ Pure functions, no state.
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -86,7 +87,7 @@ def random_states(a: Rank, b: Rank, time_a: tuple[int, int], time_b: tuple[int, 
     for name in sorted({*states[0], *states[1]}):
         one, other = (state.get(name) for state in states)
         if one is None or other is None or one.tobytes() != other.tobytes():
-            words = [None if state is None else f"{state.size} bytes" for state in (one, other)]
+            words = [None if state is None else f"crc32 {zlib.crc32(state.tobytes()):08x}" for state in (one, other)]
             found.append(FactDifference(f"rng.{name}", *words))
     return found
 

@@ -16,6 +16,9 @@ from flightrec.reports.text import clean, key_name, line, number, place_name, sh
 NUM_SHOWN = 12
 """Rows of a list that are shown; ``--json`` has more."""
 
+NUM_ITERATIONS = 2
+"""Pairs of iterations of which the facts are shown."""
+
 Row = Mapping[str, Any]
 
 
@@ -33,8 +36,10 @@ def render_diff(document: Row, console: Console) -> None:
         _only(document, side, console)
     for name in ("configuration", "versions", "environment"):
         _facts(name.capitalize(), document[name], console)
-    for entry in document["iterations"]:
+    told = [entry for entry in document["iterations"] if entry["facts"]]
+    for entry in told[:NUM_ITERATIONS]:
         _facts(f"Iterations {_time(entry['a'])} and {_time(entry['b'])}", entry["facts"], console)
+    _more(console, len(told) - NUM_ITERATIONS)
 
 
 def _head(document: Row, console: Console) -> None:
@@ -100,9 +105,23 @@ def _differences(document: Row, console: Console) -> None:
     title(console, "All that differ", "in the order in which they depend on each other")
     for entry in found[:NUM_SHOWN]:
         mark = "" if len(document["compared"]) < 2 else f"{_time(entry['a'])} "
-        name = shorten(f"{mark}{key_name(entry['key'])}", 32)
-        line(console, f"{name:<33}{shorten(clean(entry['sentence']), 45)}")
+        microbatch = entry["key"]["microbatch"]
+        place = f" mb{microbatch}" if microbatch >= 0 else ""
+        name = shorten(f"{mark}{key_name(entry['key'])}", 34 - len(place)) + place
+        line(console, f"{name:<35}{shorten(_short(entry), 43)}")
     _more(console, document["num_different"] - NUM_SHOWN)
+
+
+def _short(entry: Row) -> str:
+    """What differs, in half a line."""
+    read = next((it for it in entry["components"] if it["num_different"]), None)
+    if read is not None:
+        apart = f", {number(read['max_difference'])} apart" if read["max_difference"] else ""
+        return f"{read['num_different']} of {read['num_elements']} elements{apart}"
+    if entry["statistics"]:
+        name, values = next(iter(entry["statistics"].items()))
+        return f"{name} {number(values['a'])} and {number(values['b'])}"
+    return ", ".join(entry["reasons"])
 
 
 def _only(document: Row, side: str, console: Console) -> None:

@@ -26,7 +26,6 @@ SIDES = {
 """Which operand a product reads, and which side of it, where the two sides are not the same codes."""
 
 _RESULTS = {"forward": "output", "dgrad": "dgrad", "wgrad": "wgrad"}
-_NAMES = {"activation": ("activation", "input"), "weight": ("weight", "parameter"), "gradient": ("gradient",)}
 _RUNNING_SUM = "main_grad"
 
 
@@ -87,7 +86,7 @@ def product(incident: Incident, which: str, **filters: Any) -> tuple[dict[str, R
         IncidentError: an operand was not recorded.
     """
     lead = next(iter(SIDES[which]))
-    chosen = choose(incident, **{**filters, "tensor": list(_NAMES[lead])})
+    chosen = choose(incident, **{**filters, "tensor": lead})
     anchor = chosen.record
     beside = [
         record
@@ -98,7 +97,7 @@ def product(incident: Incident, which: str, **filters: Any) -> tuple[dict[str, R
     ]
     found: dict[str, Record] = {}
     for role, side in SIDES[which].items():
-        candidates = [record for record in beside if _is(record, role)]
+        candidates = [record for record in beside if record.key.tensor == role]
         if not candidates:
             there = sorted({record.key.tensor for record in beside})
             raise IncidentError(
@@ -117,17 +116,22 @@ def product(incident: Incident, which: str, **filters: Any) -> tuple[dict[str, R
     ]
     if results:
         found["output"] = results[0]
-    biases = [r for r in beside if r.key.tensor == "parameter" and r.key.part == "bias" and r.has_bytes(HIGH_PRECISION)]
-    if biases and which == "forward":
-        found["bias"] = biases[0]
-    return found, chosen.num_others
+    bias = _bias(incident, anchor) if which == "forward" else None
+    return found | ({} if bias is None else {"bias": bias}), chosen.num_others
 
 
-def _is(record: Record, role: str) -> bool:
-    key = record.key
-    if key.tensor not in _NAMES[role]:
-        return False
-    return key.part in ("", "weight", "columnwise", "x") or key.tensor not in ("parameter", "input")
+def _bias(incident: Incident, anchor: Record) -> Record | None:
+    """The bias that the forward added: the parameter as the step before left it."""
+    found = incident.records(
+        layer=anchor.key.layer,
+        tensor="parameter",
+        part="bias",
+        attempt=anchor.attempt,
+        iteration=anchor.iteration - 1,
+        rank=anchor.rank,
+        stage=Stage.AFTER_STEP,
+    )
+    return next((record for record in found if record.has_bytes(HIGH_PRECISION)), None)
 
 
 def _same_pass(record: Record, anchor: Record) -> bool:
@@ -136,13 +140,12 @@ def _same_pass(record: Record, anchor: Record) -> bool:
 
 
 def _fitness(record: Record, anchor: Record, side: str) -> tuple[Any, ...]:
-    """Best first: the anchor's pass, the side that the product reads, any codes, the tensor's own name."""
+    """Best first: the anchor's pass, the side that the product reads, any codes."""
     names = {part.name for part in record.components if record.has_bytes(part.name)}
     codes = "data" if side == "rowwise" else "columnwise_data"
     key = record.key
     return (
         key.microbatch in (anchor.key.microbatch, -1) and key.call == anchor.key.call,
-        key.tensor not in ("parameter", "input"),
         codes in names,
         bool(names - {HIGH_PRECISION}),
         key.phase is anchor.key.phase,
