@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,26 @@ def test_products_agree_with_what_was_recorded(which: str, tmp_path: Path, capsy
     export_path(path, output=str(target), product=which, layer="blocks.*")
     run_here(target)
     assert "the same up to rounding" in capsys.readouterr().out
+
+
+def test_a_running_sum_and_a_bias_that_was_not_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samples, info = linear()
+    output, wgrad = samples[2].arrays["high_precision"][0], samples[4].arrays["high_precision"][0]
+    output += np.arange(8, dtype="<f4")
+    key = Key(LAYER, "gradient", microbatch=1, stage=Stage.BACKWARD)
+    total = {"high_precision": (wgrad + wgrad, "float32")}
+    samples += [
+        Sample(replace(samples[0].key, microbatch=1), samples[0].arrays, statistics(), 0),
+        Sample(key, samples[3].arrays, statistics(), 0),
+        Sample(replace(samples[4].key, microbatch=1), total, statistics()),
+    ]
+    path = write(tmp_path / "incident", samples, info)
+    export_path(path, output=str(tmp_path / "a"), product="forward", layer=LAYER, microbatch=0)
+    run_here(tmp_path / "a", "--double")
+    assert "a bias that was not recorded: at most" in capsys.readouterr().out
+    export_path(path, output=str(tmp_path / "b"), product="wgrad", layer=LAYER, microbatch=1)
+    run_here(tmp_path / "b", "--double")
+    assert "added to what the microbatch before had left: at most" in capsys.readouterr().out
 
 
 def test_the_operands_of_the_named_pass_and_side_are_taken(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flightrec.analysis.incident import Incident
@@ -79,8 +79,8 @@ def product(incident: Incident, which: str, **filters: Any) -> tuple[dict[str, R
         filters: those of ``choose``; ``tensor`` is told by the product.
 
     Returns:
-        Records by role: the operands, ``output`` (what the product made) and ``bias`` where they were recorded. And how
-        many other products the same words name.
+        Records by role: the operands; where they were recorded ``output`` (what the product made), ``bias``, and
+        ``before`` (what a running sum held). And how many other products the same words name.
 
     Raises:
         IncidentError: an operand was not recorded.
@@ -109,15 +109,24 @@ def product(incident: Incident, which: str, **filters: Any) -> tuple[dict[str, R
         record
         for record in beside
         if record.key.tensor == _RESULTS[which]
-        and record.key.part not in (_RUNNING_SUM, "bias")
+        and record.key.part in ("", _RUNNING_SUM)
         and record.has_bytes(HIGH_PRECISION)
         and _same_pass(record, anchor)
         and record.key.stage in (Stage.FORWARD, Stage.BACKWARD)
     ]
     if results:
         found["output"] = results[0]
+        if which == "wgrad":
+            found |= _before(beside, results[0])
     bias = _bias(incident, anchor) if which == "forward" else None
     return found | ({} if bias is None else {"bias": bias}), chosen.num_others
+
+
+def _before(beside: Sequence[Record], result: Record) -> dict[str, Record]:
+    """What a gradient that is a running sum was added to: the same after the microbatch before."""
+    wanted = replace(result.key, microbatch=result.key.microbatch - 1)
+    found = next((record for record in beside if record.key == wanted and record.has_bytes(HIGH_PRECISION)), None)
+    return {} if found is None else {"before": found}
 
 
 def _bias(incident: Incident, anchor: Record) -> Record | None:
