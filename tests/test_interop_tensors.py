@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import warnings
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Attempting to get shape of NVFP4
 CONFIG = {"budget": "none", "select": [{"tensors": "*"}], "incident": {"after": 0}}
 
 
-def recorded(directory, device="cpu", **tensors):
+def recorded(directory, **tensors):
     """Record quantized and plain tensors, each as a layer; give the open incident."""
     with flightrec.Recorder(CONFIG, directory=directory) as recorder:
         for name, tensor in tensors.items():
@@ -33,14 +34,14 @@ def recorded(directory, device="cpu", **tensors):
 
 
 def only(incident, layer):
-    (record,) = incident.records(layer=layer)
+    (record,) = (record for record in incident.records() if record.key.layer == layer)
     return record
 
 
-def test_torch_tensors_are_bit_by_bit_what_was_recorded(tmp_path) -> None:
-    nan = torch.tensor([[0x7FC1, 0xFFC2, 0x0001, 0x8000]], dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
-    made = {
-        "bfloat16": nan,
+def plain_tensors():
+    bits = torch.tensor([[0x7FC1, 0xFFC2, 0x0001, 0x8000]], dtype=torch.int32)
+    return {
+        "bfloat16": bits.to(torch.uint16).view(torch.bfloat16),
         "float16": torch.tensor([1.5, float("-inf"), -0.0], dtype=torch.float16),
         "float8": torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn),
         "float64": torch.tensor([[1e300], [float("nan")]], dtype=torch.float64),
@@ -50,32 +51,77 @@ def test_torch_tensors_are_bit_by_bit_what_was_recorded(tmp_path) -> None:
         "scalar": torch.tensor(2.5),
         "empty": torch.zeros(0, 3),
     }
-    with recorded(tmp_path, **made) as incident:
-        for name, tensor in made.items():
-            found = flightrec.to_torch(only(incident, name))
-            assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
-            assert found.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), name
-        with pytest.raises(IncidentError, match="no component 'data'"):
-            flightrec.to_torch(only(incident, "bool"), "data")
-        with pytest.raises(IncidentError, match="no quantized side"):
-            flightrec.to_transformer_engine(only(incident, "bool"))
 
 
-def test_transformer_engines_fp8_classes_decode_to_the_same_numbers(tmp_path) -> None:
-    """Buffers of a GPU through its own classes."""
+def golden_tensors():
+    """Buffers of a GPU in its own classes."""
     numbers = range(len(te_golden.ENTRIES))
-    tensors = {te_golden.name_of(number): golden_tensor(number, storage=bool(number % 2)) for number in numbers}
-    with recorded(tmp_path, **tensors) as incident:
-        for (name, tensor), entry in zip(tensors.items(), te_golden.ENTRIES, strict=True):
-            record = only(incident, name)
-            made, ours = flightrec.to_transformer_engine(record), record.quantized.dequantize()
-            assert type(made).__name__ == entry["class"]
-            assert tuple(made.shape) == tuple(entry["shape"])
-            assert made.dtype == torch.bfloat16
-            found = made.dequantize(dtype=torch.float32).numpy()
-            assert_same_numbers(found, ours.reshape(found.shape))
-            assert type(made._quantizer).__name__ == entry["quantizer"]["class"]
-            assert_held_as_before(made, tensor)
+    return {te_golden.name_of(number): golden_tensor(number, storage=bool(number % 2)) for number in numbers}
+
+
+def microscaled_tensors():
+    made = {}
+    for shape in ((96, 160), (2, 32, 96)):
+        for sides in ({}, {"rowwise": False}, {"columnwise": False}):
+            for swizzled in (False, True):
+                made[f"mxfp8 {shape} {sides} {swizzled}"] = mxfp8(shape, swizzled=swizzled, storage=False, **sides)
+    options = [{}, {"shape": (2, 16, 64)}, {"row_scaled": True}, {"e4m3_max": 256}, {"columnwise_only": True}]
+    for how in (*options, {"swizzled": True}):
+        made[f"nvfp4 {how}"] = nvfp4(storage=False, **how)[0]
+    return made
+
+
+def torchao_tensors():
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import LinearMMConfig
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+    x = torch.linspace(-3, 5, 64 * 96).view(64, 96).to(torch.bfloat16)
+    made = {"tensorwise": hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, LinearMMConfig())}
+    for name, element in {"mx8": torch.float8_e5m2, "mx6": "fp6_e2m3", "mx4": torch.float4_e2m1fn_x2}.items():
+        made[name] = MXTensor.to_mx(x, element, 32)
+    return {**made, "transposed": made["mx4"].t()}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """One incident of all tensors, and the tensors: (incident, plain, golden, microscaled, torchao's)."""
+    pytest.importorskip("torchao")
+    other = flightrec.Quantized(torch.zeros(4, dtype=torch.float8_e4m3fn), "float8_e4m3fn", scale=torch.ones(()))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Attempting to get shape of NVFP4")
+        groups = [plain_tensors(), golden_tensors(), microscaled_tensors(), torchao_tensors()]
+        every = {name: tensor for group in groups for name, tensor in group.items()}
+        with recorded(tmp_path_factory.mktemp("interop"), other=other, **every) as incident:
+            yield incident, *groups
+
+
+def test_torch_tensors_are_bit_by_bit_what_was_recorded(kept) -> None:
+    incident, made = kept[0], kept[1]
+    for name, tensor in made.items():
+        found = flightrec.to_torch(only(incident, name))
+        assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape), name
+        assert found.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8)), name
+    codes = flightrec.to_torch(only(incident, "mx8"), "data")
+    assert codes.dtype == torch.float8_e5m2
+    assert codes.float().equal(kept[4]["mx8"].qdata.float())
+    with pytest.raises(IncidentError, match="no component 'data'"):
+        flightrec.to_torch(only(incident, "bool"), "data")
+    with pytest.raises(IncidentError, match="no quantized side"):
+        flightrec.to_transformer_engine(only(incident, "bool"))
+
+
+def test_transformer_engines_fp8_classes_decode_to_the_same_numbers(kept) -> None:
+    for (name, tensor), entry in zip(kept[2].items(), te_golden.ENTRIES, strict=True):
+        record = only(kept[0], name)
+        made, ours = flightrec.to_transformer_engine(record), record.quantized.dequantize()
+        assert type(made).__name__ == entry["class"]
+        assert tuple(made.shape) == tuple(entry["shape"])
+        assert made.dtype == torch.bfloat16
+        found = made.dequantize(dtype=torch.float32).numpy()
+        assert_same_numbers(found, ours.reshape(found.shape))
+        assert type(made._quantizer).__name__ == entry["quantizer"]["class"]
+        assert_held_as_before(made, tensor)
 
 
 def assert_same_numbers(found: np.ndarray, expected: np.ndarray) -> None:
@@ -101,51 +147,30 @@ def assert_held_as_before(made, tensor) -> None:
         assert flat[0].equal(flat[1]), name
 
 
-def test_microscaled_tensors_come_back_as_they_were_held(tmp_path) -> None:
-    tensors = {}
-    for shape in ((96, 160), (2, 32, 96)):
-        for sides in ({}, {"rowwise": False}, {"columnwise": False}):
-            for swizzled in (False, True):
-                tensors[f"mxfp8 {shape} {sides} {swizzled}"] = mxfp8(shape, swizzled=swizzled, storage=False, **sides)
-    options = [{}, {"shape": (2, 16, 64)}, {"row_scaled": True}, {"e4m3_max": 256}, {"columnwise_only": True}]
-    for how in (*options, {"swizzled": True}):
-        tensors[f"nvfp4 {how}"] = nvfp4(storage=False, **how)[0]
-    with recorded(tmp_path, **tensors) as incident:
-        for name, tensor in tensors.items():
-            made = flightrec.to_transformer_engine(only(incident, name))
-            assert type(made) is type(tensor), name
-            assert_held_as_before(made, tensor)
-            assert getattr(made, "_nvfp4_e4m3_max", 448) == (256 if "256" in name else 448)
+def test_microscaled_tensors_come_back_as_they_were_held(kept) -> None:
+    for name, tensor in kept[3].items():
+        made = flightrec.to_transformer_engine(only(kept[0], name))
+        assert type(made) is type(tensor), name
+        assert_held_as_before(made, tensor)
+        assert getattr(made, "_nvfp4_e4m3_max", 448) == (256 if "256" in name else 448)
 
 
-def test_another_librarys_tensor_is_refused_by_name(tmp_path) -> None:
-    other = flightrec.Quantized(torch.zeros(4, dtype=torch.float8_e4m3fn), "float8_e4m3fn", scale=torch.ones(()))
-    with recorded(tmp_path, layer=other) as incident:
-        with pytest.raises(FormatError, match=r"flightrec\.Quantized is none of Transformer Engine's"):
-            flightrec.to_transformer_engine(only(incident, "layer"))
-        with pytest.raises(FormatError, match="expected torchao's"):
-            flightrec.to_torchao(only(incident, "layer"))
+def test_another_librarys_tensor_is_refused_by_name(kept) -> None:
+    record = only(kept[0], "other")
+    with pytest.raises(FormatError, match=r"flightrec\.Quantized is none of Transformer Engine's"):
+        flightrec.to_transformer_engine(record)
+    with pytest.raises(FormatError, match="expected torchao's"):
+        flightrec.to_torchao(record)
 
 
-def test_torchaos_classes_decode_to_the_same_numbers(tmp_path) -> None:
-    pytest.importorskip("torchao")
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import LinearMMConfig
-    from torchao.prototype.mx_formats.mx_tensor import MXTensor
-
-    x = torch.linspace(-3, 5, 64 * 96).view(64, 96).to(torch.bfloat16)
-    made = {"float8": hp_tensor_to_float8_dynamic(x, torch.float8_e4m3fn, LinearMMConfig())}
-    for name, element in {"mx8": torch.float8_e5m2, "mx6": "fp6_e2m3", "mx4": torch.float4_e2m1fn_x2}.items():
-        made[name] = MXTensor.to_mx(x, element, 32)
-    made["transposed"] = made["mx4"].t()
-    with recorded(tmp_path, **made) as incident:
-        for name, tensor in made.items():
-            record = only(incident, name)
-            back = flightrec.to_torchao(record)
-            assert type(back) is type(tensor), name
-            numbers = back.to_original_precision() if name == "float8" else back.dequantize(torch.float32)
-            expected = torch.from_numpy(record.quantized.dequantize()).to(numbers.dtype)
-            assert numbers.equal(expected.view(numbers.shape)), name
+def test_torchaos_classes_decode_to_the_same_numbers(kept) -> None:
+    for name, tensor in kept[4].items():
+        record = only(kept[0], name)
+        back = flightrec.to_torchao(record)
+        assert type(back) is type(tensor), name
+        numbers = back.to_original_precision() if name == "tensorwise" else back.dequantize(torch.float32)
+        expected = torch.from_numpy(record.quantized.dequantize()).to(numbers.dtype)
+        assert numbers.equal(expected.view(numbers.shape)), name
 
 
 def gpu_has_transformer_engine() -> bool:
