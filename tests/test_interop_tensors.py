@@ -21,13 +21,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Attempting to get shape of NVFP4
 CONFIG = {"budget": "none", "select": [{"tensors": "*"}], "incident": {"after": 0}}
 
 
-def recorded(directory, **tensors):
-    """Record quantized and plain tensors, each as a layer; give the open incident."""
+def recorded(directory, *, tensors=None, **layers):
+    """Record quantized and plain tensors, each as a layer, or under its name in one; give the open incident."""
+    places = [(layer, "activation", it) for layer, it in layers.items()]
+    places += [("layer", name, it) for name, it in (tensors or {}).items()]
     with flightrec.Recorder(CONFIG, directory=directory) as recorder:
-        for name, tensor in tensors.items():
-            plain = type(tensor) is torch.Tensor
-            given = {"high_precision": tensor} if plain else {"quantized": tensor}
-            recorder.record(name, "activation", **given)
+        for layer, name, tensor in places:
+            given = "high_precision" if type(tensor) is torch.Tensor else "quantized"
+            recorder.record(layer, name, **{given: tensor})
         recorder.trigger("look")
         recorder.step()
     return flightrec.open(next(directory.iterdir()))

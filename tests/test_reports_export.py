@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -292,6 +293,37 @@ def test_what_cannot_be_exported_says_why(tmp_path: Path) -> None:
     assert code == 3 and "does not fit" in told
     code, told = refused("--layer", LAYER, "--product", "forward")
     assert code == 3 and "needs its weight" in told
+    with mock.patch.dict(sys.modules, {"safetensors": None, "safetensors.numpy": None}):
+        code, told = refused("--layer", LAYER, "--tensor", "activation", "--format", "safetensors")
+    assert code == 2 and "torch-flightrec[export]" in told
     (tmp_path / "there").mkdir()
     done = flightrec("export", path, "--layer", LAYER, "--tensor", "activation", "--output", tmp_path / "there")
     assert done.returncode == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("recipe", ["current", "block1", "block2"])
+def test_transformer_engine_repeats_a_product_from_the_folder(recipe: str, tmp_path: Path) -> None:
+    from test_interop_tensors import gpu_has_transformer_engine, recorded
+    from test_sources_extract_te_gpu import quantizer_of
+
+    if not gpu_has_transformer_engine():
+        pytest.skip("needs Transformer Engine with its compiled extension")
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    def quantized_by(name: str, *shape: int) -> Any:
+        values = torch.randn(shape, device="cuda").to(torch.bfloat16)
+        return quantizer_of(name, "kFloat8E4M3", rowwise=True, columnwise=True)(values)
+
+    a, w = quantized_by(recipe, 256, 512), quantized_by("block2" if recipe == "block1" else recipe, 384, 512)
+    out = general_gemm(w, a, out_dtype=torch.bfloat16, layout="TN")[0]
+    with recorded(tmp_path / "incidents", tensors={"activation": a, "weight": w, "output": out}) as incident:
+        path = incident.path
+    target = tmp_path / "repro"
+    export_path(path, output=str(target), product="forward", layer="layer")
+    told = run(target, "--device", "cuda")
+    assert "Transformer Engine, activation: " in told and "Transformer Engine, weight: " in told
+    assert told.count("decodes to the same numbers") == 2, told
+    assert "the same up to rounding" in told
+    assert "bit for bit the recorded output" in told and "NOT bit" not in told
