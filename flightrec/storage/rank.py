@@ -279,6 +279,24 @@ class Rank:
                 )
             return self._components[described]
 
+    def crc32(self, record: int, component: str) -> int | None:
+        """The checksum of a component's bytes as the tensors file has it, None where it was never written."""
+        return None if self.tensors_problem or not self._payload else self._payload.get((record, component))
+
+    def payload_chunks(self, path: str, part: StoredComponent, max_elements: int) -> Iterator[npt.NDArray[Any]]:
+        """Read one component piece by piece, its checksum not compared: flat arrays of stored elements, in C order.
+
+        Raises:
+            IncidentError: it is not there, has another shape than ``/records`` says, or cannot be read.
+        """
+        file, where = self._tensors_file()
+        with files.reading(where, f"{path}/{part.name}"):
+            dataset = file[f"{path}/{part.name}"]
+            if dataset.shape != part.shape:
+                raise IncidentError(f"{where}: {path}/{part.name} is {dataset.shape}, /records says {part.shape}")
+            for place in pieces(part.shape, max_elements):
+                yield np.asarray(dataset[place]).reshape(-1)
+
     def has_payload(self, record: int, path: str, component: str) -> bool:
         """Whether the bytes of a record's component are in the tensors file."""
         if self.tensors_problem:
@@ -308,24 +326,6 @@ class Rank:
                     + ("none was written" if expected is None else f"expected {expected:08x}")
                 )
         return array
-
-    def crc32(self, record: int, component: str) -> int | None:
-        """The checksum of a component's bytes as the tensors file has it, None where it was never written."""
-        return None if self.tensors_problem or not self._payload else self._payload.get((record, component))
-
-    def payload_chunks(self, path: str, part: StoredComponent, max_elements: int) -> Iterator[npt.NDArray[Any]]:
-        """Read one component piece by piece, its checksum not compared: flat arrays of stored elements, in C order.
-
-        Raises:
-            IncidentError: it is not there, has another shape than ``/records`` says, or cannot be read.
-        """
-        file, where = self._tensors_file()
-        with files.reading(where, f"{path}/{part.name}"):
-            dataset = file[f"{path}/{part.name}"]
-            if dataset.shape != part.shape:
-                raise IncidentError(f"{where}: {path}/{part.name} is {dataset.shape}, /records says {part.shape}")
-            for place in pieces(part.shape, max_elements):
-                yield np.asarray(dataset[place]).reshape(-1)
 
     @cached_property
     def _payload(self) -> dict[tuple[int, str], int] | None:
