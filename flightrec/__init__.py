@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from flightrec.inspection.paths import check_inspect as check_inspect
     from flightrec.inspection.paths import feature_directory as feature_directory
     from flightrec.inspection.session import inspect_recorder as inspect_recorder
+    from flightrec.interop.tensors import to_torch as to_torch
+    from flightrec.interop.tensors import to_torchao as to_torchao
+    from flightrec.interop.tensors import to_transformer_engine as to_transformer_engine
     from flightrec.recorder import Recorder as Recorder
     from flightrec.sources.quantized import Quantized as Quantized
 
@@ -40,8 +43,12 @@ _LAZY = {
     "feature_directory": ("flightrec.inspection.paths", "feature_directory"),
     "inspect_recorder": ("flightrec.inspection.session", "inspect_recorder"),
     "open": ("flightrec.analysis.incident", "open_incident"),
+    "to_torch": ("flightrec.interop.tensors", "to_torch"),
+    "to_torchao": ("flightrec.interop.tensors", "to_torchao"),
+    "to_transformer_engine": ("flightrec.interop.tensors", "to_transformer_engine"),
 }
-_NEED_TORCH = frozenset({"Quantized", "Recorder", "inspect_recorder"})
+_RECORDING = frozenset({"Quantized", "Recorder", "inspect_recorder"})
+_NEED_TORCH = _RECORDING | {"to_torch", "to_torchao", "to_transformer_engine"}
 
 __all__ = [
     "AttachError",
@@ -61,6 +68,9 @@ __all__ = [
     "feature_directory",
     "inspect_recorder",
     "open",
+    "to_torch",
+    "to_torchao",
+    "to_transformer_engine",
 ]
 
 
@@ -68,7 +78,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first asked for.
 
     Raises:
-        MissingExtraError: recording was asked for and torch is not installed.
+        MissingExtraError: what was asked for needs torch, which is not installed.
     """
     if name not in _LAZY:
         raise AttributeError(f"module 'flightrec' has no attribute {name!r}")
@@ -77,9 +87,9 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         if name in _NEED_TORCH and error.name == "torch":
+            does = "records a training run" if name in _RECORDING else "makes tensors"
             raise MissingExtraError(
-                f"flightrec.{name} records a training run and needs torch, which is not installed: "
-                "pip install 'torch-flightrec[train]'"
+                f"flightrec.{name} {does} and needs torch, which is not installed: pip install 'torch-flightrec[train]'"
             ) from error
         raise
     globals()[name] = value

@@ -17,7 +17,7 @@ from flightrec import __version__ as flightrec_version
 def test_help_names_all_commands() -> None:
     done = flightrec("--help")
     assert done.returncode == 0
-    for command in ("demo", "check", "bench", "inspect", "pack"):
+    for command in ("demo", "check", "bench", "inspect", "diff", "export", "pack"):
         assert command in done.stdout
 
 

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from flightrec.errors import FlightrecError, IncidentError, MissingExtraError
 from flightrec.records import Firing, Key, Phase, Severity, Stage
 from flightrec.storage import commit, files, filters, guard, names, schema, text
+from flightrec.storage.chunks import pieces
 from flightrec.storage.facts import Blind
 from flightrec.storage.series import History
 
@@ -291,6 +292,24 @@ class Rank:
                 self._components[described] = tuple(_stored_component(part) for part in parts)
             return self._components[described]
 
+    def crc32(self, record: int, component: str) -> int | None:
+        """The checksum of a component's bytes as the tensors file has it, None where it was never written."""
+        return None if self.tensors_problem or not self._payload else self._payload.get((record, component))
+
+    def payload_chunks(self, path: str, part: StoredComponent, max_elements: int) -> Iterator[npt.NDArray[Any]]:
+        """Read one component piece by piece, its checksum not compared: flat arrays of stored elements, in C order.
+
+        Raises:
+            IncidentError: it is not there, has another shape than ``/records`` says, or cannot be read.
+        """
+        file, where = self._tensors_file()
+        with files.reading(where, f"{path}/{part.name}"):
+            dataset = guard.checked(guard.need(file, f"{path}/{part.name}"), max_bytes=part.num_bytes)
+            if dataset.shape != part.shape:
+                raise IncidentError(f"{where}: {path}/{part.name} is {dataset.shape}, /records says {part.shape}")
+            for place in pieces(part.shape, max_elements):
+                yield np.asarray(dataset[place]).reshape(-1)
+
     def has_payload(self, record: int, path: str, component: str) -> bool:
         """Whether the bytes of a record's component are in the tensors file."""
         if self.tensors_problem:
@@ -344,7 +363,7 @@ class Rank:
         file, where = self._tensors_file()
         name = f"{path}/{component}"
         with files.reading(where, name):
-            dataset = file[name]
+            dataset = guard.checked(guard.need(file, name))
             length = dataset.shape[0] if dataset.shape else 0
             step = max(1, piece_bytes // max(1, dataset.size * dataset.dtype.itemsize // max(1, length)))
         crc = 0

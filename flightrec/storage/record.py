@@ -231,6 +231,28 @@ class Record:
             metadata = self._source.quantizers[quantizer] if quantizer >= 0 else {}
         return Quantized(self, {part.name: part.format for part in here}, metadata)
 
+    def crc32(self, component: str) -> int | None:
+        """The checksum of a component's bytes as the file has it; None without bytes, and in a salvaged file."""
+        return self._source.crc32(self.index, component)
+
+    def chunks(self, component: str, *, max_elements: int = 1 << 20) -> Iterator[npt.NDArray[Any]]:
+        """Read one stored array piece by piece, its checksum not compared.
+
+        Args:
+            component: one for which ``has_bytes`` is true.
+            max_elements: of a piece.
+
+        Yields:
+            Flat arrays of stored elements, in C order.
+
+        Raises:
+            IncidentError: there is none, or it cannot be read.
+        """
+        part = self._component(component)
+        if part is None:
+            raise IncidentError(f"{self!r}: has no component {component!r}")
+        return self._source.payload_chunks(self.path, part, max_elements)
+
     def raw(self, component: str, *, check: bool = True) -> npt.NDArray[Any]:
         """Read one stored array: bit patterns for bfloat16 (uint16), FP8, FP4 and E8M0 (uint8).
 
