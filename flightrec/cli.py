@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flightrec.commands import bench, check, demo, inspect, pack
+from flightrec.commands import bench, check, demo, inspect, pack, report
 from flightrec.errors import ConfigError, FlightrecError, FormatError, IncidentError
 
 EXIT_FINDINGS = 1
@@ -34,6 +34,7 @@ app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
 app.command("bench")(bench.bench)
 app.command("pack")(pack.pack)
+app.command("report")(report.report)
 
 
 def _version(wanted: bool) -> None:

@@ -308,6 +308,16 @@ class Rank:
                 )
         return array
 
+    def read_window(self, path: str, component: str, window: tuple[slice, ...]) -> npt.NDArray[Any]:
+        """Read a part of one component as it is stored; its checksum, which is of the whole, is not compared.
+
+        Raises:
+            IncidentError: it is not there, or cannot be read.
+        """
+        file, where = self._tensors_file()
+        with files.reading(where, f"{path}/{component}"):
+            return np.asarray(file[f"{path}/{component}"][window])
+
     @cached_property
     def _payload(self) -> dict[tuple[int, str], int] | None:
         """(record, component) -> crc32; None in a salvaged file, where it was never written."""
