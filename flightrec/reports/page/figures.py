@@ -94,7 +94,7 @@ def values(suspect: Row) -> Figure | None:
         )
     layout: Figure = {
         "xaxis": {"title": {"text": "log2 of the magnitude"}},
-        "yaxis": {"title": {"text": "values"}, "type": "log", "dtick": 1},
+        "yaxis": {"title": {"text": "values"}, **_counts([*found["positive"], *found["negative"]])},
         "barmode": "group",
         "bargap": 0.1,
         "height": 340,
@@ -134,7 +134,7 @@ def codes(suspect: Row) -> Figure | None:
             "tickvals": ticks,
             "ticktext": [number(numbers[place]) for place in ticks],
         },
-        "yaxis": {"title": {"text": "codes"}, "type": "log", "dtick": 1},
+        "yaxis": {"title": {"text": "codes"}, **_counts(counts)},
         "bargap": 0,
         "height": 320,
     }
@@ -268,6 +268,11 @@ def _bars(name: str, xs: Sequence[float], counts: Sequence[int], colour: str) ->
     return {"type": "bar", "name": name, "x": xs, "y": counts, "marker": {"color": colour}, "hovertemplate": hover}
 
 
+def _counts(counts: Sequence[int]) -> Figure:
+    """A logarithmic axis on which a single one can be seen."""
+    return {"type": "log", "dtick": 1, "range": [math.log10(0.6), math.log10(2.5 * max(1, *counts))]}
+
+
 def _band(low: float, high: float, colour: str = BAND) -> Figure:
     shape = {"type": "rect", "x0": low, "x1": high, "xref": "x", "y0": 0, "y1": 1, "yref": "paper"}
     return {**shape, "fillcolor": colour, "line": {"width": 0}, "layer": "below"}
@@ -279,7 +284,7 @@ def _mark(x: float) -> Figure:
 
 
 def _note(x: float, text: str) -> Figure:
-    place = {"x": x, "xref": "x", "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "bottom"}
+    place = {"x": x, "xref": "x", "y": 1, "yref": "paper", "xanchor": "right", "yanchor": "top"}
     return {**place, "text": text, "showarrow": False}
 
 

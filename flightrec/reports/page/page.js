@@ -67,6 +67,7 @@
       if (row.some(function (value) { return value !== null; })) { rows.push(row); names.push(name); }
     });
     const isLog = measure === "amax" || measure === "nonfinite" || measure === "error";
+    const gap = data.maps.columns.length * 6 < document.documentElement.clientWidth - 200 ? 1 : 0;
     const hover = rows.map(function (row, y) {
       return row.map(function (value, x) {
         return names[y] + "<br>iteration " + data.maps.columns[x] + ": " + (value === null ? "-" : value);
@@ -80,8 +81,8 @@
       colorscale: measure === "amax" ? "Viridis" : "Cividis",
       colorbar: { thickness: 12, title: { text: isLog ? "log10" : "" } },
       hoverongaps: true,
-      xgap: 1,
-      ygap: 1,
+      xgap: gap,
+      ygap: gap,
     };
     if (measure === "underflow" || measure === "saturated") { trace.zmin = 0; trace.zmax = 1; }
     const step = Math.max(1, Math.ceil(data.maps.columns.length / (isNarrow() ? 4 : 12)));
