@@ -23,7 +23,7 @@ NAMES = (*HOSTILE, *LAYERS[2:])
 WIDTH_OF = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
 DRAWN = """Array.from(document.querySelectorAll('.plot')).filter(place => place.getClientRects().length).map(place =>
   ({name: place.dataset.plot || place.dataset.map,
-    marks: place.querySelectorAll('.main-svg .points path, .main-svg .point, .main-svg .js-line, .main-svg .hm image').length}))"""
+    marks: place.querySelectorAll('.main-svg :is(.points path, .point, .js-line, .hm image)').length}))"""
 
 
 @pytest.fixture(scope="module")

@@ -60,7 +60,7 @@ def test_missing_package_is_told_before_anything_is_read(tmp_path: Path, monkeyp
     assert "torch-flightrec[report]" in done.stderr
 
 
-# -- the bar ------------------------------------------------------------------------------------------------------------
+# -- the bar -----------------------------------------------------------------------------------------------------------
 
 
 def count_to_three(path: Path) -> str:
