@@ -288,6 +288,16 @@ class Rank:
         with files.reading(where, path):
             return bool(path) and f"{path}/{component}" in file
 
+    def read_window(self, path: str, component: str, window: tuple[slice, ...]) -> npt.NDArray[Any]:
+        """Read a part of one component as it is stored; its checksum, which is of the whole, is not compared.
+
+        Raises:
+            IncidentError: it is not there, or cannot be read.
+        """
+        file, where = self._tensors_file()
+        with files.reading(where, f"{path}/{component}"):
+            return np.asarray(file[f"{path}/{component}"][window])
+
     def read_payload(self, record: int, path: str, component: str, *, check: bool = True) -> npt.NDArray[Any]:
         """Read one component as it is stored.
 
@@ -307,16 +317,6 @@ class Rank:
                     + ("none was written" if expected is None else f"expected {expected:08x}")
                 )
         return array
-
-    def read_window(self, path: str, component: str, window: tuple[slice, ...]) -> npt.NDArray[Any]:
-        """Read a part of one component as it is stored; its checksum, which is of the whole, is not compared.
-
-        Raises:
-            IncidentError: it is not there, or cannot be read.
-        """
-        file, where = self._tensors_file()
-        with files.reading(where, f"{path}/{component}"):
-            return np.asarray(file[f"{path}/{component}"][window])
 
     @cached_property
     def _payload(self) -> dict[tuple[int, str], int] | None:

@@ -11,9 +11,8 @@ from typing import Any
 
 from flightrec.analysis.blame import blame
 from flightrec.analysis.incident import Incident, open_incident
-from flightrec.analysis.verdict import verdict_to_json
 from flightrec.reports import summary
-from flightrec.reports.page import curves, grids, suspects, table, tensors
+from flightrec.reports.page import curves, grids, story, suspects, table, tensors
 from flightrec.reports.progress import tell
 from flightrec.storage.rank import Rank
 
@@ -59,8 +58,8 @@ def document_of(incident: Incident) -> Document:
     tell("tables", 0, _STEPS)
     told = summary.summarize(incident)
     tell("the verdict", 1, _STEPS)
-    verdict = verdict_to_json(incident.verdict(elements=True))
     findings = blame(incident)
+    verdict = story.verdict_of(incident, findings)
     chosen = suspects.choose(incident, verdict, findings)
     rank = _rank_of(incident, chosen[0][0].rank if chosen else findings[0].rank if findings else None)
     tell("heat maps", 2, _STEPS)

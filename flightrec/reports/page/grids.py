@@ -114,7 +114,10 @@ class _Grid:
         found: Floats | None = None
         for statistic in measures.HISTORY[name]:
             if statistic in history.statistics:
-                values = np.asarray(history[statistic][1][:, self._series], np.float64)
+                held = np.asarray(history[statistic][1], np.float64)
+                values = np.full((len(held), len(self._series)), np.nan)
+                known = self._series < held.shape[1]  # a file may leave out the series without a quantized tensor
+                values[:, known] = held[:, self._series[known]]
                 both = values if found is None else np.nansum([found, values], axis=0)
                 found = both if found is None else np.where(np.isnan(found) & np.isnan(values), np.nan, both)
         return found

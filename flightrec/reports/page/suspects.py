@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from flightrec.analysis.blame import Finding
+from flightrec.records import NO_MICROBATCH
+from flightrec.reports.summary import key_of
 from flightrec.storage import files
 from flightrec.storage.rank import Rank
 from flightrec.storage.read import Incident
@@ -85,11 +87,10 @@ def _places(incident: Incident, verdict: Mapping[str, Any], findings: Sequence[F
     before = began.get("before")
     if before:
         yield (before["rank"], before["record"]), "the first faulty record"
-    for change in verdict.get("changes") or ():
-        if change.get("label") == "origin":
-            row = change.get("row")
-            if isinstance(row, int):
-                yield (change["rank"], row), "where a statistic changed first"
+    for change in [change for change in verdict.get("changes") or () if change["label"] == "origin"][:2]:
+        row = _row_of(incident, change)
+        if row >= 0:
+            yield (change["rank"], row), "where a statistic changed first"
     yield from _findings(findings[:1])
     trigger = incident.trigger
     for rank in incident.ranks:
@@ -99,6 +100,19 @@ def _places(incident: Incident, verdict: Mapping[str, Any], findings: Sequence[F
     if after:
         yield (after["rank"], after["record"]), "the last clean record"
     yield from _findings(findings[1:NUM_FINDINGS])
+
+
+def _row_of(incident: Incident, change: Mapping[str, Any]) -> int:
+    """The record in which a statistic changed; -1 if that iteration is not in the incident."""
+    rank = next((rank for rank in incident.ranks if rank.rank == change["rank"]), None)
+    if rank is None or change["key"] is None:
+        return -1
+    with files.reading(rank.facts_path, "/records"):
+        table = rank.records
+        rows = np.flatnonzero((table["attempt"] == change["attempt"]) & (table["iteration"] == change["iteration"]))
+        wanted = {**change["key"], "microbatch": NO_MICROBATCH}
+        keys = zip(rows.tolist(), rank.keys(rows), strict=True)
+        return next((row for row, key in keys if key_of(key.series) == wanted), -1)
 
 
 def _findings(findings: Sequence[Finding]) -> Iterator[tuple[Place, str]]:
