@@ -37,7 +37,9 @@ def test_without_a_verdict_the_first_finding_is_the_story(tmp_path: Path) -> Non
     with read.open_incident(write_report_incident(tmp_path)) as incident:  # storage's own: it has no verdict
         found = story.verdict_of(incident, blame(incident))
     assert found.keys() == story.EMPTY.keys()
-    assert found["story"].startswith(f"The first that went wrong was {LAYERS[1]} activation, in iteration {FAULTY}: ")
+    assert found["story"].startswith(
+        f"What went wrong first, in iteration {FAULTY}: {LAYERS[1]} activation holds 1 NaN"
+    )
     assert f"noticed in iteration {FAULTY} by the rule {LAYERS[0]}" in found["story"]
     assert found["began"]["before"]["key"]["layer"] == LAYERS[1]
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flightrec.analysis.blame import Finding
-from flightrec.records import Key
 from flightrec.reports.summary import key_of
 from flightrec.storage.read import Incident
 
@@ -73,8 +72,7 @@ def _from_findings(incident: Incident, findings: Sequence[Finding]) -> Document:
     if not findings:
         return {"story": f"No recorded tensor shows where it began. {fired}"}
     first = findings[0]
-    where = _name(first.key)
-    story = f"The first that went wrong was {where}, in iteration {first.iteration}: {first.evidence} {fired}"
+    story = f"What went wrong first, in iteration {first.iteration}: {first.evidence} {fired}"
     place = {
         "rank": first.rank,
         "attempt": first.attempt,
@@ -85,9 +83,3 @@ def _from_findings(incident: Incident, findings: Sequence[Finding]) -> Document:
     }
     began: Document = {"after": None, "before": place, "between": []}
     return {"story": story, "began": began, "evidence": [finding.evidence for finding in findings[:3]]}
-
-
-def _name(key: Key | None) -> str:
-    if key is None:
-        return "the run itself"
-    return f"{key.layer or 'the run'} {key.tensor}" + (f" ({key.part})" if key.part else "")
