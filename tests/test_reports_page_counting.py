@@ -100,3 +100,11 @@ def test_ends_of_a_format_are_told() -> None:
     assert limits["largest"] == float(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
     assert format_range("int8") is None
     assert format_range("nobody's") is None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=50))
+def test_the_fast_way_counts_as_the_exact_one(bits: list[int]) -> None:
+    values = np.array(bits, np.uint32).view(np.float32)
+    with np.errstate(invalid="ignore"):  # signalling NaN
+        assert counted(values) == counted(values.astype(np.float64))

@@ -95,20 +95,38 @@ class Values:
 
     def add(self, values: npt.NDArray[Any], start: int) -> None:
         """Count some values, flat positions ``start`` and on."""
-        flat = np.asarray(values).reshape(-1)
-        flat = flat if flat.dtype in (np.float32, np.float64) else flat.astype(np.float64)
+        flat = np.ascontiguousarray(values).reshape(-1)
         self.num += flat.size
-        finite = np.isfinite(flat)
-        if not finite.all():
-            self._count_nonfinite(flat, np.flatnonzero(~finite), start)
-        magnitude = np.where(finite, np.abs(flat), 0)
-        self.zeros += int(np.count_nonzero(finite & (magnitude == 0)))
-        _, exponents = np.frexp(magnitude)
-        bins = exponents.astype(np.int64) - 1 + _EXPONENTS
-        there = magnitude > 0
-        for target, chosen in ((self._positive, there & (flat > 0)), (self._negative, there & (flat < 0))):
-            target += np.bincount(bins[chosen], minlength=2 * _EXPONENTS)
+        if flat.dtype == np.float32:
+            nonfinite = self._count_float32(flat)
+        else:
+            flat = flat.astype(np.float64)
+            nonfinite = np.flatnonzero(~np.isfinite(flat))
+            self._count_exactly(flat)
+        magnitude = np.abs(flat)
+        if nonfinite.size:
+            self._count_nonfinite(flat, nonfinite, start)
+            magnitude[nonfinite] = 0
         self._keep_largest(flat, magnitude, start)
+
+    def _count_float32(self, flat: npt.NDArray[np.float32]) -> npt.NDArray[np.intp]:
+        """Count by the bits of sign and exponent, ten times as fast; gives the places of what is not finite."""
+        high = (flat.view(np.uint32) >> 23).astype(np.uint16)
+        counts = np.bincount(high, minlength=512)
+        for target, first in ((self._positive, 0), (self._negative, 256)):  # exponents 1 to 254, biased by 127
+            target[_EXPONENTS - 126 : _EXPONENTS + 128] += counts[first + 1 : first + 255]
+        if counts[0] + counts[256]:
+            self._count_exactly(flat[(high & 0xFF) == 0])  # zeros and subnormals
+        return np.flatnonzero((high & 0xFF) == 0xFF) if counts[255] + counts[511] else np.empty(0, np.intp)
+
+    def _count_exactly(self, flat: npt.NDArray[Any]) -> None:
+        """Zeros and binades of the finite ones."""
+        flat = flat[np.isfinite(flat)]
+        self.zeros += int(np.count_nonzero(flat == 0))
+        _, exponents = np.frexp(flat)
+        bins = exponents.astype(np.int64) - 1 + _EXPONENTS
+        for target, chosen in ((self._positive, flat > 0), (self._negative, flat < 0)):
+            target += np.bincount(bins[chosen], minlength=2 * _EXPONENTS)
 
     def told(self) -> dict[str, Any]:
         """As JSON data: counts, the binades that hold something, and the elements."""
