@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,24 +27,18 @@ DRAWN = """Array.from(document.querySelectorAll('.plot')).filter(place => place.
     marks: place.querySelectorAll('.main-svg :is(.points path, .point, .js-line, .hm image)').length}))"""
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+@contextmanager
+def opened(folder: Path) -> Iterator[Browser]:
+    """The report of an incident whose layers are named like attacks and like layers; seen on a wide screen."""
+    path = folder / "report.html"
+    path.write_text(render(document_of_path(write_report_incident(folder, NAMES))), encoding="utf-8")
     assert PROGRAM is not None
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(PROGRAM, Path(profile)) as found:
+        found.open(path)
         yield found
 
 
-@pytest.fixture(scope="module")
-def page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browser:
-    """The report of an incident whose layers are named like attacks and like layers; seen on a wide screen."""
-    folder = tmp_path_factory.mktemp("browser")
-    path = folder / "report.html"
-    path.write_text(render(document_of_path(write_report_incident(folder, NAMES))), encoding="utf-8")
-    browser.open(path)
-    return browser
-
-
-def test_keyboard_skips_to_the_report_and_reaches_the_search(page: Browser) -> None:
+def keyboard_skips_to_the_report_and_reaches_the_search(page: Browser) -> None:
     page.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     assert page.evaluate("document.activeElement.getBoundingClientRect().left") >= 0
@@ -53,7 +48,7 @@ def test_keyboard_skips_to_the_report_and_reaches_the_search(page: Browser) -> N
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-def test_keyboard_opens_details(page: Browser) -> None:
+def keyboard_opens_details(page: Browser) -> None:
     closed = "document.querySelector('#setup details')"
     assert page.evaluate(f"{closed}.open") is False
     page.evaluate(f"{closed}.querySelector('summary').focus()")
@@ -61,7 +56,7 @@ def test_keyboard_opens_details(page: Browser) -> None:
     assert page.evaluate(f"{closed}.open") is True
 
 
-def test_every_plot_is_drawn(page: Browser) -> None:
+def every_plot_is_drawn(page: Browser) -> None:
     page.evaluate("document.querySelectorAll('details').forEach(entry => { entry.open = true; })")
     page.wait("document.querySelectorAll('.plot').length === document.querySelectorAll('.plot .main-svg').length / 3")
     page.wait("document.documentElement.dataset.drawn === 'all'")
@@ -73,7 +68,7 @@ def test_every_plot_is_drawn(page: Browser) -> None:
     assert [entry["name"] for entry in drawn if not entry["marks"]] == []
 
 
-def test_search_chooses_tensors_and_rows_of_heat_maps(page: Browser) -> None:
+def search_chooses_tensors_and_rows_of_heat_maps(page: Browser) -> None:
     rows = "Array.from(document.querySelectorAll('#tensors tr[data-name]')).filter(r => !r.hidden).length"
     labels = "document.querySelectorAll('[data-map=amax] .ytick text').length"
     everything = page.evaluate(rows), page.evaluate(labels)
@@ -89,7 +84,7 @@ def test_search_chooses_tensors_and_rows_of_heat_maps(page: Browser) -> None:
     assert (page.evaluate(rows), page.evaluate(labels)) == everything
 
 
-def test_a_chosen_tensor_changes_the_heat_maps(page: Browser) -> None:
+def a_chosen_tensor_changes_the_heat_maps(page: Browser) -> None:
     page.evaluate("document.getElementById('tensor').value = 'output'")
     page.evaluate("document.getElementById('tensor').dispatchEvent(new Event('change'))")
     assert visible_text(page, ["[data-map=amax] .ytick text"]) == ["head"]
@@ -97,7 +92,7 @@ def test_a_chosen_tensor_changes_the_heat_maps(page: Browser) -> None:
     page.evaluate("document.getElementById('tensor').dispatchEvent(new Event('change'))")
 
 
-def test_names_stay_text(page: Browser) -> None:
+def names_stay_text(page: Browser) -> None:
     assert page.evaluate("typeof window.hacked") == "undefined"
     assert page.evaluate("document.querySelectorAll('main img, main script, main b').length") == 0
     assert page.evaluate("document.querySelectorAll('.plot a, .plot tspan[style*=bold]').length") == 0
@@ -108,14 +103,14 @@ def test_names_stay_text(page: Browser) -> None:
     assert f"{HOSTILE[1]} activation" in names
 
 
-def test_nothing_overflows_on_a_phone(page: Browser) -> None:
+def nothing_overflows_on_a_phone(page: Browser) -> None:
     page.resize(360, 740)
     page.wait("document.documentElement.clientWidth === 360")
     page.wait("Array.from(document.querySelectorAll('.main-svg')).every(e => e.getBoundingClientRect().right <= 361)")
     assert page.evaluate(WIDTH_OF) == [360, 360]
 
 
-def test_dark_and_light_follow_the_system(page: Browser) -> None:
+def dark_and_light_follow_the_system(page: Browser) -> None:
     background = "getComputedStyle(document.body).backgroundColor"
     letters = "getComputedStyle(document.querySelector('[data-plot=timeline] .xtick text')).fill"
     light = page.evaluate(background), page.evaluate(letters)
@@ -124,16 +119,37 @@ def test_dark_and_light_follow_the_system(page: Browser) -> None:
     assert page.evaluate(background) != light[0]
 
 
-def test_no_error_no_refusal_no_request(page: Browser) -> None:
-    """The last test: what all before made the page do is in its log."""
+def no_error_no_refusal_no_request(page: Browser) -> None:
+    """What all steps before made the page do is in its log."""
     assert page.told() == []
     assert page.requests() == []
     assert page.evaluate("typeof window.hacked") == "undefined"
 
 
-def test_the_policy_is_what_refuses_foreign_scripts(page: Browser) -> None:
+def the_policy_is_what_refuses_foreign_scripts(page: Browser) -> None:
     page.evaluate(
         "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.hacked=9'}))"
     )
     assert page.evaluate("typeof window.hacked") == "undefined"
     assert any("Content Security Policy" in line for line in page.told())
+
+
+STEPS = (
+    keyboard_skips_to_the_report_and_reaches_the_search,
+    keyboard_opens_details,
+    every_plot_is_drawn,
+    search_chooses_tensors_and_rows_of_heat_maps,
+    a_chosen_tensor_changes_the_heat_maps,
+    names_stay_text,
+    nothing_overflows_on_a_phone,
+    dark_and_light_follow_the_system,
+    no_error_no_refusal_no_request,
+    the_policy_is_what_refuses_foreign_scripts,
+)
+
+
+def test_report(tmp_path: Path) -> None:
+    """One browser, one page, one step after the other: starting and loading take longer than all of them."""
+    with opened(tmp_path) as page:
+        for step in STEPS:
+            step(page)
