@@ -8,15 +8,17 @@ import json
 import re
 import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from report_support import HOSTILE, LAYERS, write_report_incident
+from storage_samples import firing, write_incident
+from storage_samples import plain as plain_sample
 
 from flightrec.errors import MissingExtraError
+from flightrec.records import Key
 from flightrec.reports.page import html
 from flightrec.reports.page.document import document_of_path
-
-MEBIBYTE = 1 << 20
 
 
 class Page(HTMLParser):
@@ -90,6 +92,15 @@ def test_policy_allows_the_two_scripts_and_nothing_else(plain: str) -> None:
 def test_size(plain: str) -> None:
     assert len(plain.encode()) < 10 * 10**6
     assert plain.count("plotly.js v") == 1
+
+
+def test_size_with_names_longer_than_any(tmp_path: Path) -> None:
+    keys = [Key(f"{number:04d}" + "<x>" * 1500, "output", microbatch=0) for number in range(150)]
+    samples = {1: [plain_sample(key, [1.0], amax=1.0) for key in keys]}
+    fired = [firing(key, 1, rule=key.layer, message=key.layer) for key in keys[:20]]
+    environment = {f"{number}" + "e" * 5000: ["v" * 500] * 50 for number in range(250)}
+    page = html.render(document_of_path(write_incident(tmp_path, samples, fired, environment=environment)))
+    assert len(page.encode()) < 7 * 10**6  # 4.8 MB are Plotly's; the texts have 8 MB
 
 
 def test_what_the_page_tells(plain: str) -> None:

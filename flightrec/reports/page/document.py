@@ -5,6 +5,7 @@ Tables first; of the tensors only those of a few suspect records are read, in pa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,12 @@ LIMITS = {"firings": 200, "blame": 40, "way": 200, "around": 40, "iterations": 4
 
 MAX_WORDS = 2_000
 """Characters of any other text of the incident."""
+
+MAX_NAME = 200
+"""Characters of names where there are many of them."""
+
+MAX_ENTRIES = 200
+"""Of the environment."""
 
 Document = dict[str, Any]
 
@@ -78,13 +85,13 @@ def document_of(incident: Incident) -> Document:
         "version": VERSION,
         **_bounded(told),
         "verdict": _short(verdict),
-        "maps": _short(maps),
+        "maps": _short(maps, MAX_NAME),
         "scalars": scalars,
-        "tensors": _short(seen),
+        "tensors": _short(seen, MAX_NAME),
         "suspects": _short(looked),
         "config": incident.config_text[:MAX_TEXT],
         "config_is_cut": len(incident.config_text) > MAX_TEXT,
-        "environment": _short(summary.plain(dict(incident.environment))),
+        "environment": _few(summary.plain(dict(incident.environment))),
     }
 
 
@@ -118,19 +125,28 @@ def _bounded(told: Mapping[str, Any]) -> Document:
             found["left_out"][name] = len(value) - limit
             # The last iterations are those of the fault; of all else the first entries come first.
             value = value[-limit:] if name == "iterations" else value[:limit]
-        found[name] = _short(value)
+        found[name] = _short(value, MAX_NAME if limit is not None and name != "blame" else MAX_WORDS)
     return found
 
 
-def _short(value: Any) -> Any:
+def _short(value: Any, limit: int = MAX_WORDS) -> Any:
     """Cut every text that is too long for anybody to read."""
     if isinstance(value, str):
-        return value if len(value) <= MAX_WORDS else f"{value[:MAX_WORDS]}... ({len(value)} characters)"
+        return value if len(value) <= limit else f"{value[:limit]}... ({len(value)} characters)"
     if isinstance(value, Mapping):
-        return {_short(name): _short(entry) for name, entry in value.items()}
+        return {_short(name, limit): _short(entry, limit) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_short(entry) for entry in value] if not _is_numbers(value) else value
+        return [_short(entry, limit) for entry in value] if not _is_numbers(value) else value
     return value
+
+
+def _few(environment: Mapping[str, Any]) -> Document:
+    """The environment with at most ``MAX_ENTRIES``, a value that is too long as the beginning of its JSON."""
+    found = {}
+    for name, value in list(environment.items())[:MAX_ENTRIES]:
+        told = json.dumps(value)
+        found[_short(name, MAX_NAME)] = value if len(told) <= MAX_WORDS else _short(told)
+    return found
 
 
 def _is_numbers(values: list[Any]) -> bool:

@@ -21,6 +21,9 @@ from flightrec.reports.page import figures, measures
 
 Row = Mapping[str, Any]
 
+MAX_SEARCH = 6_000
+"""Characters of the names of one row of a heat map, in which the search looks."""
+
 
 def render(document: Row) -> str:
     """Make the page.
@@ -104,7 +107,7 @@ def maps_of(document: Row) -> Row:
     maps = document["maps"]
     return {
         "rows": [figures.label(row["name"]) for row in maps["rows"]],
-        "search": [text.clean("\n".join(row["layers"])).lower() for row in maps["rows"]],
+        "search": [text.clean("\n".join(row["layers"]))[:MAX_SEARCH].lower() for row in maps["rows"]],
         "columns": [figures.label(column) for column in maps["columns"]],
         "tensors": {name: figures.label(name) for by_tensor in maps["maps"].values() for name in by_tensor},
         "maps": maps["maps"],
