@@ -33,7 +33,7 @@ EMPTY: Mapping[str, Any] = {
 
 _PLACE = {"rank": -1, "attempt": 0, "iteration": 0, "key": None, "sequence": -1, "record": -1}
 _CHANGE = {**_PLACE, "label": "", "sentence": ""}
-_ELEMENTS = {"num_faulty": 0, "numel": 0, "shape": [], "indices": [], "values": []}
+_ELEMENTS = {"num_faulty": 0, "numel": 0, "shape": [], "indices": [], "values": [], "where": ""}
 
 
 def verdict_of(incident: Incident, findings: Sequence[Finding]) -> Document:
