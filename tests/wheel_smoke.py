@@ -59,6 +59,8 @@ def check_wheel(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in ("flightrec/py.typed", "flightrec/configs/default.yaml", "flightrec/configs/flightrec.schema.json"):
         assert name in names, f"{name} is missing in {wheel.name}"
+    for name in ("page.html", "page.css", "page.js"):
+        assert f"flightrec/reports/page/{name}" in names, f"{name} is missing in {wheel.name}"
     assert any(name.endswith("licenses/LICENSE") for name in names), "the license is missing"
     assert not [name for name in names if name.startswith("tests")], "the tests are in the wheel"
 
@@ -90,6 +92,7 @@ def main() -> None:
         run(flightrec, "check", "bad.yaml", folder=folder, code=1)
         run(flightrec, "check", folder=folder, code=2)
         run(flightrec, "inspect", "good.yaml", folder=folder, code=3)
+        run(flightrec, "report", incident, folder=folder, code=2)  # no plotly here: names the extra
         run(flightrec, "demo", folder=folder, code=2)  # no torch here: names the extra
     print(f"{wheel.name} works outside the checkout")
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from flightrec.commands.reading import Limits, read_in_child
-from flightrec.config.patterns import compile_pattern
+from flightrec.config.expressions import compile_pattern
 from flightrec.errors import ConfigError
 from flightrec.reports import diff_text, text
 

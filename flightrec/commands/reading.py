@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flightrec.commands.progress import Channel
 from flightrec.errors import FlightrecError, IncidentError
 
 _CHILD = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from flightrec.commands.reading import main; main()"
@@ -45,7 +46,12 @@ class Limits:
 
 
 def read_in_child(
-    task: str, path: Path, *, options: Mapping[str, Any] | None = None, limits: Limits | None = None
+    task: str,
+    path: Path,
+    *,
+    options: Mapping[str, Any] | None = None,
+    limits: Limits | None = None,
+    channel: Channel | None = None,
 ) -> Any:
     """Call ``task(path, **options)`` in a child process and give its result.
 
@@ -54,6 +60,7 @@ def read_in_child(
         path: what is read; also named in messages.
         options: further arguments of the function, JSON data.
         limits: defaults to ``Limits()``.
+        channel: of a progress bar, see ``progress.bar``.
 
     Returns:
         What the function gave, through JSON.
@@ -66,6 +73,8 @@ def read_in_child(
     arguments.append(json.dumps(dict(options or {})))
     # One thread: the address space must not depend on the number of cores.
     environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "HDF5_USE_FILE_LOCKING": "FALSE"}
+    if channel is not None:
+        environment |= channel.environment
     # -I: no module of the folder that the command happens to stand in is imported in place of the real one.
     command = [sys.executable, "-I", "-c", _CHILD, *arguments]
     try:
@@ -74,6 +83,7 @@ def read_in_child(
             stdin=subprocess.DEVNULL,
             capture_output=True,
             env=environment,
+            pass_fds=channel.descriptors if channel else (),
             timeout=limits.wall_s,
             check=False,
         )

@@ -268,6 +268,16 @@ class Rank:
         """Whether the tensors file was left behind by a writer that died."""
         return self.tensors_path is not None and self.tensors_path.name.endswith(".salvaged.h5")
 
+    def read_window(self, path: str, component: str, window: tuple[slice, ...]) -> npt.NDArray[Any]:
+        """Read a part of one component as it is stored; its checksum, which is of the whole, is not compared.
+
+        Raises:
+            IncidentError: it is not there, or cannot be read.
+        """
+        file, where = self._tensors_file()
+        with files.reading(where, f"{path}/{component}"):
+            return np.asarray(guard.checked(guard.need(file, f"{path}/{component}"))[window])
+
     def key(self, row: Any) -> Key:
         """Give the key of a row of ``/records``."""
         with files.reading(self.facts_path, "/records"):
