@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from flightrec.commands import bench, check, demo, inspect, pack
+from flightrec.commands import bench, check, demo, inspect, pack, verify
 from flightrec.errors import ConfigError, FlightrecError, FormatError, IncidentError
 
 EXIT_FINDINGS = 1
@@ -32,6 +32,7 @@ app = typer.Typer(
 app.command("demo")(demo.demo)
 app.command("check")(check.check)
 app.command("inspect")(inspect.inspect)
+app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
 app.command("pack")(pack.pack)
 
