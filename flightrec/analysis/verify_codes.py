@@ -125,15 +125,20 @@ class _Comparison:
                     tuple(rows[:NUM_SHOWN]),
                     tuple(best.elements[:NUM_SHOWN]),
                     meaning,
-                )  # fmt: skip
+                )
             )
         if plan.is_stochastic:
             self._notes.append("stochastic rounding: each code is compared with both neighbours")
         compared = plan.rows * plan.columns - num_free
         return Outcome(
-            "codes", self._where, self._side, compared, num_free,
-            notes=tuple(self._notes), mismatches=tuple(self._mismatches),
-        )  # fmt: skip
+            "codes",
+            self._where,
+            self._side,
+            compared,
+            num_free,
+            notes=tuple(self._notes),
+            mismatches=tuple(self._mismatches),
+        )
 
     # -- scales
 
@@ -149,9 +154,13 @@ class _Comparison:
         if plan.family == "nvfp4":
             self._compare_amax(over_all)
         computed = encode_scales.expected(
-            plan, amax, has_nan, dtype=self._dtype, second=plan.second(0, plan.rows),
+            plan,
+            amax,
+            has_nan,
+            dtype=self._dtype,
+            second=plan.second(0, plan.rows),
             is_distributed=self._is_distributed,
-        )  # fmt: skip
+        )
         wrong = encode_scales.differ(plan, plan.scales, computed)
         way = min(wrong, key=lambda name: int(wrong[name].sum()))
         if computed.at_least:
@@ -205,7 +214,8 @@ class _Comparison:
         for start, stop, values in self._values.pieces():
             part, nan = scale_rules.amax_of(values, (min(block[0], stop - start), block[1]))
             if is_2d:
-                part, nan = (np.repeat(some, size, axis=0)[: stop - start] for some in (part, nan))
+                part = np.repeat(part, size, axis=0)[: stop - start]
+                nan = np.repeat(nan, size, axis=0)[: stop - start]
             first = 0 if amax.shape[0] == 1 else start // plan.block[0]
             place = slice(first, first + part.shape[0])
             amax[place] = np.fmax(amax[place], part[:, :across])
@@ -239,7 +249,7 @@ class _Comparison:
                     (),
                     (Element((int(row),), _text(over_all.flat[row]), _text(recorded.flat[row])),),
                     "The recorded amax is not the tensor's: it is stale, from another iteration, or damaged.",
-                )  # fmt: skip
+                )
             )
 
     def _report_scales(self, wrong: npt.NDArray[np.bool_], words: Floats) -> None:
@@ -266,7 +276,7 @@ class _Comparison:
                 tuple(map(int, rows[:NUM_SHOWN])),
                 elements,
                 meaning,
-            )  # fmt: skip
+            )
         )
 
     # -- codes

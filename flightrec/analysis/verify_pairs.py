@@ -182,7 +182,7 @@ def _side_of(record: Record, side: str) -> _Operand | None:
     whole = record.quantized
     if whole is None:
         plain = any(part.name == HIGH_PRECISION for part in record.components) and not record.why_absent
-        return _Operand(record, None) if plain and int(len(record.components)) == 1 else None
+        return _Operand(record, None) if plain and len(record.components) == 1 else None
     if _has_one_side(whole.metadata, whole.formats):
         side = "rowwise"
     name = "data" if side == "rowwise" else "columnwise_data"

@@ -6,8 +6,8 @@ How far ``out = round(sum_k a_k b_k)`` of a correct kernel may lie from the exac
 
 - ``u_out``: unit roundoff of the output's type (2^-8 bfloat16, 2^-11 float16, 2^-24 float32), twice where a bias was
   added; ``tiny`` its smallest normal number.
-- ``8 sqrt(n) u``: sums of n terms in an arithmetic of unit roundoff u (Higham and Mary, "A new approach to probabilistic
-  rounding error analysis", SIAM J. Sci. Comput. 41, 2019: the constant 8 leaves far less than 1e-10 a sum). Accumulated
+- ``8 sqrt(n) u``: sums of n terms in an arithmetic of unit roundoff u (Higham and Mary, "A new approach to
+  probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, 2019; the constant 8 leaves less than 1e-10 a sum). Accumulated
   in float32: n terms, u = 2^-24. FP8 on compute capability 8.9 and 9.0 keeps about 14 bits inside the tensor core, so
   u = 2^-13; with Transformer Engine's split accumulator that holds for 128 terms, which are then added in float32,
   else for all (DeepSeek-V3, arXiv 2412.19437, section 3.5.2).
@@ -35,6 +35,7 @@ MAX_TERMS = 1 << 35
 NUM_PROJECTIONS = 16
 _TILE_ELEMENTS = 1 << 22
 _INNER = 2048
+_VOTES = 9
 _UNIT = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24}
 _TINY = {"bfloat16": 2.0**-126, "float16": 2.0**-14, "float32": 2.0**-126}
 _LARGEST = {"bfloat16": 3.38e38, "float16": 65504.0, "float32": 3.4e38}
@@ -56,26 +57,32 @@ class _Tile:
     rounding: Doubles
     bound: Doubles
 
-    def wrong(self, bias: Doubles | None = None) -> Mask:
-        """Elements beyond the bound; with a bias, one a column."""
+    def wrong(self, bias: tuple[Doubles, Doubles] | None = None) -> Mask:
+        """Elements beyond the bound; with a bias, one a column, and how well it is known."""
         exact, bound = self.exact, self.bound
         if bias is not None:
-            exact = exact + bias
-            bound = bound + self.rounding * (np.abs(exact) + np.abs(bias))
+            exact = exact + bias[0]
+            bound = bound + self.rounding * (np.abs(exact) + np.abs(bias[0])) + bias[1]
         error = np.abs(self.out - exact)
         found = ~(error <= bound)
         norm, scale = (np.sqrt(np.mean(np.square(some), axis=1, keepdims=True)) for some in (exact, self.magnitude))
         deviation = np.sqrt(np.mean(np.square(error), axis=1, keepdims=True))
-        found |= (deviation > 0.5 * norm) & (deviation > 2.0**-10 * scale) & (error > 0.5 * norm)
+        found |= (deviation > 0.5 * norm) & (deviation > 2.0**-10 * scale) & (error > 0.5 * norm) & (error > bound / 8)
         both = ~np.isfinite(self.out) & ~np.isfinite(exact)
         return np.asarray(found & ~both)
 
-    def bias(self) -> Doubles:
-        """What the columns of ``out`` have beyond the product, whatever a few rows say."""
-        difference = np.where(np.isfinite(self.out - self.exact), self.out - self.exact, np.nan)
-        lost = np.isnan(difference).all(axis=0)
-        difference[:, lost] = 0
-        return np.asarray(np.nanmedian(difference, axis=0))
+    def bias(self) -> tuple[Doubles, Doubles]:
+        """What the columns of ``out`` have beyond the product, and how well the rows that tell it best know it.
+
+        The median of the ``_VOTES`` rows of each column whose rounding is finest, so that four wrong ones do not matter.
+        """
+        difference = self.out - self.exact
+        doubt = self.bound + 2 * self.rounding * np.abs(self.out)
+        doubt = np.where(np.isfinite(difference) & np.isfinite(doubt), doubt, np.inf)
+        best = np.argsort(doubt, axis=0, kind="stable")[:_VOTES]
+        votes, known = np.take_along_axis(difference, best, axis=0), np.take_along_axis(doubt, best, axis=0)
+        lost = np.isinf(known).any(axis=0)
+        return np.where(lost, 0, np.median(votes, axis=0)), np.where(lost, np.inf, known.max(axis=0))
 
 
 def verify_product(product: Product, *, max_terms: int = MAX_TERMS) -> Outcome:
@@ -135,15 +142,22 @@ def _compare(
     where = Where.of(product.out)
     if num_wrong and product.doubt:
         return Outcome("product", where, product.direction, why_not=f"differs, but {product.doubt}")
-    mismatches = ()
+    mismatches: tuple[Mismatch, ...] = ()
     if num_wrong:
         listed = sorted(wrong_rows)
         mismatches = (
             Mismatch(
-                "product", where, product.direction, num_wrong, rows * (NUM_PROJECTIONS if by_row else columns),
-                len(listed), tuple(listed[:NUM_SHOWN]), tuple(elements), _MEANING,
+                "product",
+                where,
+                product.direction,
+                num_wrong,
+                rows * (NUM_PROJECTIONS if by_row else columns),
+                len(listed),
+                tuple(listed[:NUM_SHOWN]),
+                tuple(elements),
+                _MEANING,
             ),
-        )  # fmt: skip
+        )
     return Outcome("product", where, product.direction, out.size, notes=tuple(notes), mismatches=mismatches)
 
 

@@ -242,7 +242,7 @@ def candidates(plan: Plan) -> list[Floats]:
                 around.append(at)
         recorded = plan.side.components.get("scale")
         if recorded is not None and np.size(recorded) == 1:
-            around.insert(0, np.float32(np.asarray(recorded).reshape(())))
+            around.insert(0, np.asarray(recorded, np.float32).reshape(()))
         found = [np.asarray(scale) for scale in around if np.float32(1) / scale == word]
     return list({float(scale): scale for scale in found}.values()) or [np.asarray(guess)]
 

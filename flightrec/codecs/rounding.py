@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -21,9 +20,14 @@ Floats = npt.NDArray[np.float32]
 Ranks = npt.NDArray[np.int16]
 
 _NORMAL = np.float32(2.0**-126)
-_SIGNED = frozenset(
-    {"float8_e4m3fn", "float8_e5m2", "float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn_x2"}
-)  # fmt: skip
+_LARGEST = {
+    "float8_e4m3fn": 448.0,
+    "float8_e5m2": 57344.0,
+    "float6_e2m3fn": 7.5,
+    "float6_e3m2fn": 28.0,
+    "float4_e2m1fn_x2": 6.0,
+}
+"""Largest finite value of the formats that numbers are rounded to."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Grid:
     @cached_property
     def largest(self) -> float:
         """Largest finite value."""
-        return float(ml_dtypes.finfo(self.dtype).max)
+        return _LARGEST[self.name]
 
     @cached_property
     def bits(self) -> int:
@@ -108,8 +112,8 @@ def grid(name: str) -> Grid:
     Raises:
         FormatError: it is none of those that flightrec can round to.
     """
-    if name not in _SIGNED:
-        raise FormatError(f"rounding to {name!r} is not known to this version; expected {', '.join(sorted(_SIGNED))}")
+    if name not in _LARGEST:
+        raise FormatError(f"rounding to {name!r} is not known to this version; expected {', '.join(sorted(_LARGEST))}")
     return Grid(name)
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-LARGEST_OF = {"bfloat16": float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), "float16": 65504.0}
+LARGEST_OF = {"bfloat16": 3.3895313892515355e38, "float16": 65504.0}
 """Largest finite value of the types that quantizers read, where it is not float32's."""
 MX_MODES = ("floor", "rceil", "ceil", "even")
 """torchao's ``ScaleCalculationMode``. Transformer Engine's is ``rceil`` with a product for the quotient: ``te``."""
@@ -42,8 +42,8 @@ def amax_of(values: Floats, block: tuple[int, int]) -> tuple[Floats, npt.NDArray
     if (down * block[0], across * block[1]) != values.shape:
         magnitude = np.pad(magnitude, ((0, down * block[0] - rows), (0, across * block[1] - columns)))
     magnitude = magnitude.reshape(down, block[0], across, block[1])
-    has_nan = np.isnan(magnitude).any(axis=(1, 3))
-    return np.fmax.reduce(magnitude, axis=(1, 3), initial=np.float32(0)), has_nan
+    has_nan = np.asarray(np.isnan(magnitude).any(axis=(1, 3)))
+    return np.asarray(np.fmax.reduce(magnitude, axis=(1, 3), initial=np.float32(0))), has_nan
 
 
 def fp8_scale(
@@ -68,7 +68,7 @@ def fp8_scale(
 
 
 def torchao_scale(amax: Floats, largest: float) -> Floats:
-    """torchao's scale that multiplies to encode: the quotient in float64, rounded once."""
+    """The scale of torchao's Float8 that multiplies to encode: the quotient in float64, rounded once."""
     with np.errstate(all="ignore"):
         return np.asarray(largest / np.maximum(amax.astype(np.float64), _TORCHAO_EPS), np.float64).astype(np.float32)
 
@@ -113,7 +113,7 @@ def mx_scale(amax: Floats, largest: float, mantissa_bits: int, mode: str) -> npt
 
 def e8m0_value(codes: npt.NDArray[np.uint8]) -> Floats:
     """Numbers of E8M0 codes."""
-    return codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
+    return np.asarray(codes.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
 
 
 def nvfp4_global_scale(amax: Floats, e4m3_max: float) -> Floats:
@@ -139,7 +139,7 @@ def nvfp4_block_scales(amax: Floats, over_blocks: Floats, metadata: Mapping[str,
 
 
 def torchao_nvfp4_block_scale(amax: Floats, second: Floats | None) -> Floats:
-    """torchao's, in the range that it lets E4M3 use."""
+    """The scale of a block by torchao, in the range that it lets E4M3 use."""
     with np.errstate(all="ignore"):
         scale = (amax / _FP4_MAX).astype(np.float32)
         scale = scale if second is None else (scale / second).astype(np.float32)
