@@ -36,7 +36,7 @@ def again(folder: Path, samples: list[Sample], number: int, name: str, array: np
     groups: dict[int, list[Sample]] = {}
     for iteration, sample in zip(iterations, changed, strict=True):
         groups.setdefault(iteration, []).append(sample)
-    target = folder.with_name("changed")
+    target = folder.with_name(f"changed.{number}.{name}")
     write(target, groups, infos)
     return target
 

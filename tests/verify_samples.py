@@ -319,7 +319,7 @@ def product_incident(folder: Path, name: str, seed: int, *, bias: bool = False) 
     keys = [("activation", Stage.FORWARD), ("weight", Stage.FORWARD), ("gradient", Stage.BACKWARD)]
     for (tensor, stage), values in zip(keys, (x, w, g), strict=True):
         key = Key("blocks.0.fc1", tensor, microbatch=0, stage=stage)
-        sample, words = quantized(key, values, FORMATS[name], rng)
+        sample, words = quantized(key, values, FORMATS[name], np.random.default_rng(seed))  # the same options
         sample.quantizer = len(infos)
         infos.append(words)
         made.append(sample)

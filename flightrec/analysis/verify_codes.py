@@ -203,8 +203,8 @@ class _Comparison:
         """Of the blocks; where they hold NaN; and of all (or of each row, where NVFP4 has an amax for each)."""
         plan = self._plan
         across = plan.scales.shape[1]
-        amax = np.zeros(plan.scales.shape, np.float32)
-        has_nan = np.zeros(plan.scales.shape, dtype=bool)
+        amax: Floats = np.zeros(plan.scales.shape, np.float32)
+        has_nan: npt.NDArray[np.bool_] = np.zeros(plan.scales.shape, dtype=bool)
         second = plan.second(0, plan.rows)
         is_by_row = second is not None and second.size > 1
         over_all = np.zeros((plan.rows if is_by_row else 1, 1), np.float32)
@@ -216,7 +216,7 @@ class _Comparison:
             if is_2d:
                 part = np.repeat(part, size, axis=0)[: stop - start]
                 nan = np.repeat(nan, size, axis=0)[: stop - start]
-            first = 0 if amax.shape[0] == 1 else start // plan.block[0]
+            first = 0 if len(amax) == 1 else start // plan.block[0]
             place = slice(first, first + part.shape[0])
             amax[place] = np.fmax(amax[place], part[:, :across])
             has_nan[place] |= nan[:, :across]

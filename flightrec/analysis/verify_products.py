@@ -7,8 +7,8 @@ How far ``out = round(sum_k a_k b_k)`` of a correct kernel may lie from the exac
 - ``u_out``: unit roundoff of the output's type (2^-8 bfloat16, 2^-11 float16, 2^-24 float32), twice where a bias was
   added; ``tiny`` its smallest normal number.
 - ``8 sqrt(n) u``: sums of n terms in an arithmetic of unit roundoff u (Higham and Mary, "A new approach to
-  probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, 2019; the constant 8 leaves less than 1e-10 a sum). Accumulated
-  in float32: n terms, u = 2^-24. FP8 on compute capability 8.9 and 9.0 keeps about 14 bits inside the tensor core, so
+  probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, 2019; the constant 8 leaves
+  less than 1e-10 a sum). Accumulated in float32: n terms, u = 2^-24. FP8 on compute capability 8.9 and 9.0 keeps about 14 bits inside the tensor core, so
   u = 2^-13; with Transformer Engine's split accumulator that holds for 128 terms, which are then added in float32,
   else for all (DeepSeek-V3, arXiv 2412.19437, section 3.5.2).
 - 2^-23: dequantizing rounds both operands to float32.
@@ -74,7 +74,7 @@ class _Tile:
     def bias(self) -> tuple[Doubles, Doubles]:
         """What the columns of ``out`` have beyond the product, and how well the rows that tell it best know it.
 
-        The median of the ``_VOTES`` rows of each column whose rounding is finest, so that four wrong ones do not matter.
+        The median of the ``_VOTES`` rows of each column whose rounding is finest: four wrong ones do not matter.
         """
         difference = self.out - self.exact
         doubt = self.bound + 2 * self.rounding * np.abs(self.out)

@@ -263,7 +263,7 @@ def admissible(plan: Plan, values: Floats, start: int, stop: int, *, encode: Flo
         if plan.is_stochastic:
             low, high = plan.grid.neighbours(scaled_values)
         else:
-            low, high = plan.grid.interval(scaled_values, tolerance)
+            low, high = plan.grid.interval(scaled_values, tolerance, _cancelled(plan, scaled_values))
         either = rounding.is_denormal(values)
         if not plan.grid.has_nan:
             free, either = free | nan, either | (scaled_values == 0)
@@ -273,6 +273,17 @@ def admissible(plan: Plan, values: Floats, start: int, stop: int, *, encode: Flo
         low = np.where(either, np.minimum(low, np.int16(-1)), low)
         high = np.where(either, np.maximum(high, np.int16(0)), high)
     return Admissible(low, high, nan, np.broadcast_to(free, low.shape))
+
+
+def _cancelled(plan: Plan, values: Floats) -> Floats | None:
+    """What the order of a Hadamard transform's float32 sums may change: 16 roundings of sums up to 16 times the largest.
+
+    The transform keeps the norm, so that the 16 terms' magnitudes add up to at most 4 norms, 16 of the largest result.
+    """
+    if not plan.is_hadamard:
+        return None
+    blocks = np.abs(values).reshape(len(values), -1, nvfp4.HADAMARD_SIZE)
+    return np.repeat(np.fmax.reduce(blocks, axis=2), nvfp4.HADAMARD_SIZE, axis=1) * np.float32(2.0**-17)
 
 
 def _scaled(
