@@ -168,7 +168,10 @@ class _Comparison:
                 "the amax may have been reduced over the ranks: scales are held to this rank's as a bound"
             )
         if wrong[way].any():
-            self._report_scales(wrong[way], np.broadcast_to(computed.words[way], plan.scales.shape))
+            self._report_scales(
+                wrong[way],
+                np.broadcast_to(computed.words.get(way, next(iter(computed.words.values()))), plan.scales.shape),
+            )
         if not computed.encode or plan.side.scale_direction == "multiply_to_encode":
             return [None]
         if plan.scales.size == 1:

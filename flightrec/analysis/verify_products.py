@@ -8,7 +8,8 @@ How far ``out = round(sum_k a_k b_k)`` of a correct kernel may lie from the exac
   added; ``tiny`` its smallest normal number.
 - ``8 sqrt(n) u``: sums of n terms in an arithmetic of unit roundoff u (Higham and Mary, "A new approach to
   probabilistic rounding error analysis", SIAM J. Sci. Comput. 41, 2019; the constant 8 leaves
-  less than 1e-10 a sum). Accumulated in float32: n terms, u = 2^-24. FP8 on compute capability 8.9 and 9.0 keeps about 14 bits inside the tensor core, so
+  less than 1e-10 a sum). Accumulated in float32: n terms, u = 2^-24. FP8 on compute capability 8.9 and 9.0 keeps about
+  14 bits inside the tensor core, so
   u = 2^-13; with Transformer Engine's split accumulator that holds for 128 terms, which are then added in float32,
   else for all (DeepSeek-V3, arXiv 2412.19437, section 3.5.2).
 - 2^-23: dequantizing rounds both operands to float32.

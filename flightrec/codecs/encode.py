@@ -261,9 +261,10 @@ def admissible(plan: Plan, values: Floats, start: int, stop: int, *, encode: Flo
         scaled_values, tolerance, free = _scaled(plan, values, start, stop, encode)
         nan = np.isnan(scaled_values)
         if plan.is_stochastic:
-            low, high = plan.grid.neighbours(scaled_values)
+            width = _width(plan, scaled_values, tolerance)
+            low, high = plan.grid.neighbours(scaled_values - width)[0], plan.grid.neighbours(scaled_values + width)[1]
         else:
-            low, high = plan.grid.interval(scaled_values, tolerance, _cancelled(plan, scaled_values))
+            low, high = plan.grid.interval(scaled_values, _width(plan, scaled_values, tolerance))
         either = rounding.is_denormal(values)
         if not plan.grid.has_nan:
             free, either = free | nan, either | (scaled_values == 0)
@@ -275,15 +276,17 @@ def admissible(plan: Plan, values: Floats, start: int, stop: int, *, encode: Flo
     return Admissible(low, high, nan, np.broadcast_to(free, low.shape))
 
 
-def _cancelled(plan: Plan, values: Floats) -> Floats | None:
-    """What the order of a Hadamard transform's float32 sums may change: 16 roundings of sums up to 16 times the largest.
+def _width(plan: Plan, values: Floats, tolerance: float) -> Floats:
+    """How far a kernel's scaled values may lie from these.
 
-    The transform keeps the norm, so that the 16 terms' magnitudes add up to at most 4 norms, 16 of the largest result.
+    After a Hadamard transform also by what the order of its float32 sums changes: 16 roundings of sums that are up to
+    16 times the largest result, since the transform keeps the norm and its terms add up to at most 4 norms.
     """
-    if not plan.is_hadamard:
-        return None
-    blocks = np.abs(values).reshape(len(values), -1, nvfp4.HADAMARD_SIZE)
-    return np.repeat(np.fmax.reduce(blocks, axis=2), nvfp4.HADAMARD_SIZE, axis=1) * np.float32(2.0**-17)
+    width = np.abs(values) * np.float32(tolerance)
+    if plan.is_hadamard:
+        blocks = np.abs(values).reshape(len(values), -1, nvfp4.HADAMARD_SIZE)
+        width += np.repeat(np.fmax.reduce(blocks, axis=2), nvfp4.HADAMARD_SIZE, axis=1) * np.float32(2.0**-17)
+    return np.asarray(np.where(np.isfinite(values), width, 0), dtype=np.float32)
 
 
 def _scaled(

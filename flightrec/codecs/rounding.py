@@ -85,14 +85,13 @@ class Grid:
             inside = np.clip(np.where(np.isnan(values), np.float32(0), values), -self.largest, self.largest)
             return self.rank(inside.astype(np.float32).astype(self.dtype).view(np.uint8))
 
-    def interval(self, values: Floats, tolerance: float, more: Floats | None = None) -> tuple[Ranks, Ranks]:
-        """Lowest and highest rank that numbers within ``tolerance`` (relative), and ``more``, of the values round to."""
-        if not tolerance:
+    def interval(self, values: Floats, width: Floats) -> tuple[Ranks, Ranks]:
+        """Lowest and highest rank that numbers up to ``width`` away from the values round to."""
+        if not width.any():
             ranks = self.nearest(values)
             return ranks, ranks
         with np.errstate(all="ignore"):
-            width = np.abs(values) * np.float32(tolerance)
-            width = width if more is None else width + more
+            width = np.where(np.isfinite(values), width, np.float32(0))
             return self.nearest(values - width), self.nearest(values + width)
 
     def neighbours(self, values: Floats) -> tuple[Ranks, Ranks]:
