@@ -121,8 +121,8 @@ def test_the_iteration_that_a_stale_scale_is_of_is_named(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("max_terms", [1 << 35, 1])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("max_terms", [1 << 35, 1], ids=["elements", "rows"])
 def test_products_agree_and_one_wrong_row_is_found(tmp_path: Path, name: str, bias: bool, max_terms: int) -> None:
     samples = product_incident(tmp_path / "a", name, 2, bias=bias)
     found = verified(tmp_path / "a", max_terms=max_terms)
