@@ -1,4 +1,4 @@
-"""The encoders against a GPU's own codes: its values, quantized again, give the same codes, and scales where they tell."""
+"""The encoders against a GPU: its values, quantized again, give its codes, and its scales where they tell them."""
 
 from __future__ import annotations
 
