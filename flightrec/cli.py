@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from flightrec.commands import bench, check, demo, diff, export, inspect, pack, report
+from flightrec.commands import bench, check, demo, diff, export, inspect, pack, report, verify
 from flightrec.errors import ConfigError, FlightrecError, FormatError, IncidentError
 
 EXIT_FINDINGS = 1
@@ -33,6 +33,7 @@ app.command("check", epilog=check.EXAMPLES)(check.check)
 app.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 app.command("report")(report.report)
 app.command("diff", epilog=diff.EXAMPLES)(diff.diff)
+app.command("verify")(verify.verify)
 app.command("export", epilog=export.EXAMPLES)(export.export)
 app.command("bench", epilog=bench.EXAMPLES)(bench.bench)
 app.command("pack", epilog=pack.EXAMPLES)(pack.pack)
