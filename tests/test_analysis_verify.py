@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,7 @@ def test_clean_incidents_agree(tmp_path: Path, name: str, seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(os.environ.get("FLIGHTREC_TEST_SLOW") != "1", reason="takes minutes: set FLIGHTREC_TEST_SLOW=1")
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_hundred_clean_incidents_agree(tmp_path: Path, name: str) -> None:
     for seed in range(100, 200):
@@ -106,18 +108,16 @@ def test_a_scale_from_another_iteration_is_found(tmp_path: Path, name: str) -> N
     assert any("another iteration" in mismatch.meaning for mismatch in wrong)
 
 
-def test_the_iteration_that_a_stale_scale_is_of_is_named(tmp_path: Path) -> None:
-    samples = pair_incident(tmp_path / "a", "te-float8", 3, hostile=False)
-    x = samples[0].arrays["high_precision"]
-    word, codes = samples[2].arrays["scale_inv"], samples[0].arrays["data"]
-    assert not np.array_equal(word[0], samples[0].arrays["scale_inv"][0])
-    # record 0's codes under record 2's scale: what a kernel makes that was handed the scale of another iteration
-    samples[2] = Sample(
-        samples[2].key, {**samples[2].arrays, "high_precision": x, "data": codes}, samples[2].statistics, 2
-    )
-    folder = again(tmp_path / "a", samples, 2, "scale_inv", word[0])
-    told = " ".join(mismatch.meaning for mismatch in verified(folder).mismatches)
-    assert "what the scale of iteration 10 (attempt 0) makes" in told or samples[0].quantizer != samples[2].quantizer
+@pytest.mark.parametrize("seed", [3, 4])
+def test_the_iteration_that_a_stale_scale_is_of_is_named(tmp_path: Path, seed: int) -> None:
+    samples = pair_incident(tmp_path / "a", "te-float8", seed, hostile=False)
+    first, later = samples[0], samples[2]  # the same tensor in iterations 10 and 11
+    assert not np.array_equal(first.arrays["scale_inv"][0], later.arrays["scale_inv"][0])
+    samples[2] = Sample(later.key, first.arrays, first.statistics, first.quantizer, first.shape)
+    mismatches = verified(again(tmp_path / "a", samples, 2, "scale_inv", later.arrays["scale_inv"][0])).mismatches
+    codes = next(mismatch for mismatch in mismatches if mismatch.kind == "codes")
+    assert codes.where.iteration == 11
+    assert "what the scale of iteration 10 (attempt 0) makes" in codes.meaning
 
 
 @pytest.mark.parametrize(
