@@ -66,7 +66,9 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 def test_readme_commands_exist_with_these_options() -> None:
     rows = re.findall(r"^\| `flightrec (\w+) ?(.*?)` \|", README, re.MULTILINE)
-    assert {name for name, _ in rows} == {"demo", "check", "bench", "inspect", "diff", "export", "pack"}
+    assert {name for name, _ in rows} == {
+        "demo", "check", "bench", "inspect", "report", "verify", "diff", "export", "pack"
+    }  # fmt: skip
     for name, usage in rows:
         shown = flightrec(name, "--help")
         assert shown.returncode == 0

@@ -27,7 +27,7 @@ def change(path: Path, **attributes) -> None:
 
 def test_another_major_version_is_refused_with_both_versions(facts: Path) -> None:
     change(facts, format_version="2.3")
-    with pytest.raises(IncidentError, match=r"version 2\.3, this flightrec reads 1\.3") as caught:
+    with pytest.raises(IncidentError, match=r"version 2\.3, this flightrec reads 1\.4") as caught:
         files.open_file(facts, [schema.FACTS])
     assert str(facts) in str(caught.value)
 
