@@ -7,17 +7,17 @@ have are the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is unknown or a
 from __future__ import annotations
 
 import datetime
-import math
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from flightrec.analysis.blame import Finding, blame
-from flightrec.records import Firing, Key
+from flightrec.analysis.plain import firing_of, key_of, plain
 from flightrec.reports.way import around, steps
 from flightrec.storage.rank import Rank
 from flightrec.storage.read import Incident, open_incident
+
+__all__ = ["DOCUMENT", "VERSION", "Document", "key_of", "plain", "summarize", "summarize_path"]
 
 DOCUMENT = "flightrec-inspect"
 VERSION = 1
@@ -52,8 +52,8 @@ def summarize(incident: Incident) -> Document:
         "document": DOCUMENT,
         "version": VERSION,
         "incident": _identity(incident),
-        "trigger": _firing(incident.trigger),
-        "firings": [_firing(firing) for firing in incident.firings],
+        "trigger": firing_of(incident.trigger),
+        "firings": [firing_of(firing) for firing in incident.firings],
         "ranks": [_rank(rank) for rank in incident.ranks],
         "iterations": [plain(asdict(entry)) for entry in incident.iterations],
         "blame": [_finding(finding) for finding in findings],
@@ -94,20 +94,6 @@ def _rank(rank: Rank) -> Document:
     }
 
 
-def _firing(firing: Firing) -> Document:
-    return {
-        "rule": firing.rule,
-        "kind": firing.kind,
-        "severity": firing.severity.value,
-        "attempt": firing.attempt,
-        "iteration": firing.iteration,
-        "key": None if firing.key is None else key_of(firing.key),
-        "value": plain(firing.value),
-        "threshold": plain(firing.threshold),
-        "message": firing.message,
-    }
-
-
 def _finding(finding: Finding) -> Document:
     return {
         "position": finding.position,
@@ -124,31 +110,3 @@ def _finding(finding: Finding) -> Document:
         "evidence": finding.evidence,
         "numbers": plain(finding.numbers),
     }
-
-
-def key_of(key: Key) -> Document:
-    """A key as JSON data."""
-    return {
-        "layer": key.layer,
-        "tensor": key.tensor,
-        "part": key.part,
-        "microbatch": key.microbatch,
-        "phase": key.phase.value,
-        "call": key.call,
-        "stage": key.stage.value,
-    }
-
-
-def plain(value: Any) -> Any:
-    """Replace the numbers that JSON lacks and everything that is not JSON."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, Key):
-        return key_of(value)
-    if isinstance(value, Mapping):
-        return {str(name): plain(entry) for name, entry in value.items()}
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, Iterable):
-        return [plain(entry) for entry in value]
-    return str(value)
