@@ -1,4 +1,4 @@
-"""What ``flightrec inspect --json`` prints: the incident's story as plain JSON data. Facts only, no payload is read.
+"""What ``flightrec inspect --json`` prints: the incident's story as plain JSON data. Facts, and the payload of one small record.
 
 The form is a contract (``docs/inspect.md``): fields are only added while ``version`` stays. Numbers that JSON does not
 have are the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is unknown or absent is null. Owns no state.
@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from flightrec.analysis.blame import Finding, blame
+from flightrec.analysis.judge import SMALL_BYTES, judge
 from flightrec.analysis.plain import firing_of, key_of, plain
+from flightrec.analysis.verdict import verdict_to_json
 from flightrec.reports.way import around, steps
 from flightrec.storage.rank import Rank
 from flightrec.storage.read import Incident, open_incident
@@ -39,7 +41,7 @@ def summarize(incident: Incident) -> Document:
     """Tell an incident: what fired, where it began, the fault's way, the statistics around it.
 
     Args:
-        incident: an open incident; its tables are read, its tensors are not.
+        incident: an open incident; its tables are read, and the blamed tensor if it is small.
 
     Returns:
         JSON data, see ``docs/inspect.md``.
@@ -56,6 +58,7 @@ def summarize(incident: Incident) -> Document:
         "firings": [firing_of(firing) for firing in incident.firings],
         "ranks": [_rank(rank) for rank in incident.ranks],
         "iterations": [plain(asdict(entry)) for entry in incident.iterations],
+        "verdict": verdict_to_json(judge(incident, elements=True, max_bytes=SMALL_BYTES)),
         "blame": [_finding(finding) for finding in findings],
         "way": [plain(step) for step in steps(incident, findings)],
         "around": [plain(row) for row in around(incident, findings)],
