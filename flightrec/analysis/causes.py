@@ -24,6 +24,7 @@ STALE_ITERATIONS = 2
 STALE_FACTOR = 4.0
 
 _OPERANDS = ("activation", "weight", "input", "gradient")
+_TOKENS = ("input", "activation", "output", "gradient", "dgrad")
 _COUNTS = (
     "nan_count",
     "positive_inf_count",
@@ -79,13 +80,19 @@ def find_cause(ranks: Sequence[Rank], origin: Finding, interval: Interval, eleme
         return _of_rule(rank, origin)
     if origin.key is None or origin.record < 0:
         return Cause("unknown", WEAK, "the record that the rule fired on is not in the incident", (origin.evidence,))
-    if elements is not None and elements.is_tail and origin.side == "high_precision":
+    if elements is not None and _is_unwritten_tail(origin, elements):
         last = elements.shape[0] - 1
         words = f"only the rows {elements.valid_rows} to {last} are bad: padding or a tail that no kernel wrote"
         return Cause("padding", LIKELY, words, (origin.evidence, elements.where))
     if origin.side in ("quantized", "scale"):
         return _of_quantization(rank, origin)
     return _of_stage(ranks, rank, origin, interval)
+
+
+def _is_unwritten_tail(origin: Finding, elements: Elements) -> bool:
+    """Whether rows at the end are bad and none before, in a tensor whose rows are samples or tokens."""
+    is_tokens = origin.key is not None and origin.key.tensor in _TOKENS and len(elements.shape) > 1
+    return is_tokens and elements.is_tail and elements.num_faulty > 1 and origin.side == "high_precision"
 
 
 def _host(kind: str) -> str:
@@ -141,7 +148,7 @@ def _of_stage(ranks: Sequence[Rank], rank: Rank, origin: Finding, interval: Inte
     stage = origin.key.stage
     if stage is Stage.LOSS:
         return _of_loss(rank, origin)
-    if stage is Stage.START:
+    if stage is Stage.START or origin.key.tensor == "weight":
         return _of_start(rank, origin, interval)
     if stage is Stage.REDUCED:
         return _of_communication(ranks, origin)
@@ -238,7 +245,7 @@ def _gradients(rank: Rank, origin: Finding, *, before: Stage) -> npt.NDArray[np.
     rows = _at(rank, origin, origin.key.layer)
     keys = rank.keys(rows)
     mine = np.array([key.tensor == "wgrad" and key.stage.order < before.order for key in keys], bool)
-    found = rows[mine]
+    found: npt.NDArray[np.intp] = rows[mine]
     table = rank.records
     bad = any(np.nan_to_num(table[name][found]).any() for name in _COUNTS)
     return found[:0] if bad else found

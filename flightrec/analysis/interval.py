@@ -27,6 +27,14 @@ _ONLY = {
 }
 """What lies before a stage of its own."""
 
+_SIDE_OF_RULE = {
+    "underflow": "quantized",
+    "quantization_error": "quantized",
+    "saturation": "quantized",
+    "stale_scale": "scale",
+    "inconsistent_scale": "scale",
+}
+
 _ATTENTION_IN = re.compile(r"(qkv|[qkv]_proj|query|key|value|c_attn)\w*$")
 _ATTENTION_OUT = re.compile(r"(proj|o_proj|out_proj|c_proj|dense|to_out)(\.\d+)?$")
 _MLP_IN = re.compile(r"(fc1|up_proj|gate_proj|gate_up_proj|c_fc|w1|w3|dense_h_to_4h)$")
@@ -52,14 +60,20 @@ def find_interval(rank: Rank, origin: Finding, faulty: Collection[int]) -> Inter
     before = Place(rank.rank, origin.attempt, origin.iteration, origin.key, origin.sequence, origin.record)
     if origin.key is None or origin.record < 0:
         return Interval(None, before)
-    if origin.side in ("quantized", "scale") and not np.isnan(rank.records[origin.record]["numel"]):
-        return Interval(before, before, operations(origin.key, origin.key, origin.side))
+    side = side_of(origin)
+    if side in ("quantized", "scale") and not np.isnan(rank.records[origin.record]["numel"]):
+        return Interval(before, before, operations(origin.key, origin.key, side))
     with files.reading(rank.facts_path, "/records"):
         row = _last_clean(rank, origin.record, faulty)
     if row is None:
-        return Interval(None, before, operations(None, origin.key, origin.side))
+        return Interval(None, before, operations(None, origin.key, side))
     after = place_of(rank, row)
-    return Interval(after, before, operations(after.key, origin.key, origin.side))
+    return Interval(after, before, operations(after.key, origin.key, side))
+
+
+def side_of(finding: Finding) -> str:
+    """The side that a finding is about, of rules about quantization too; see ``Finding.side``."""
+    return finding.side or _SIDE_OF_RULE.get(finding.kind, "")
 
 
 def place_of(rank: Rank, row: int) -> Place:
@@ -74,7 +88,7 @@ def _last_clean(rank: Rank, record: int, faulty: Collection[int]) -> int | None:
     """Row of the last clean record of the same microbatch, else of the newest iteration before."""
     table = rank.records
     one = table[record]
-    clean = np.isin(table["phase"], _PHASES) & (table["attempt"] == one["attempt"])
+    clean = np.isin(table["phase"], [*_PHASES, one["phase"]]) & (table["attempt"] == one["attempt"])
     clean[list(faulty)] = False
     here = np.flatnonzero(clean & (table["iteration"] == one["iteration"]))
     microbatch = table["microbatch"][here]
@@ -116,8 +130,12 @@ def operations(after: Key | None, before: Key, side: str = "") -> tuple[str, ...
         return (f"computation of the scale of {name_of(before)}",)
     if before.stage in _ONLY:
         return _ONLY[before.stage]
+    if before.tensor == "weight":
+        return ("whatever wrote the weight since it was clean (optimizer update, checkpoint, other code)",)
     if after is None or after.stage not in (Stage.FORWARD, Stage.BACKWARD, Stage.LOSS):
-        return (f"{name_of(before)}, or what is before it",) if before.tensor in ("output", "dgrad") else ()
+        if before.tensor in ("input", "activation") and before.stage is Stage.FORWARD:
+            return ("the data, or what comes before the first recorded layer",)
+        return (f"the operation of {before.layer or 'the model'}, or what is before it",)
     if before.stage is Stage.BACKWARD:
         return _backward(after, before)
     if after.layer == before.layer and before.tensor == "output":
@@ -154,5 +172,6 @@ def _named(first: str, second: str) -> tuple[str, ...]:
 
 
 def _unnamed(first: str, second: str) -> str:
-    between = f"what lies between {first or 'the model'} and {second or 'the model'}"
+    first, second = first or "the model", second or "the model"
+    between = f"whatever is between {first} and {second}" if first != second else f"whatever is outside of {first}"
     return f"{between} (such as an activation function, norm, softmax, router or residual addition)"

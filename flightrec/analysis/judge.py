@@ -11,10 +11,10 @@ from flightrec.analysis.blame import NONFINITE, Finding, blame
 from flightrec.analysis.causes import HOST_KINDS, Cause, find_cause
 from flightrec.analysis.changes import Change, find_changes
 from flightrec.analysis.elements import Elements, find_elements
-from flightrec.analysis.interval import find_interval
+from flightrec.analysis.interval import find_interval, side_of
 from flightrec.analysis.missing import find_missing
 from flightrec.analysis.story import tell
-from flightrec.analysis.verdict import WEAK, Interval, Verdict, name_of
+from flightrec.analysis.verdict import LIKELY, WEAK, Interval, Verdict, name_of
 from flightrec.analysis.window import find_jumps
 from flightrec.errors import FlightrecError
 from flightrec.storage.rank import Rank
@@ -47,8 +47,11 @@ def judge(incident: Incident, *, elements: bool = False, max_bytes: int | None =
     found, problem = _elements(rank, first, max_bytes) if elements else (None, "")
     changes = _changes(rank, first) if origin is not None else ()
     cause = find_cause(incident.ranks, first, interval, found)
-    missing, advice = find_missing(rank, origin, interval)
     precursors = tuple(change for change in changes if change.label == "precursor")
+    if cause.kind == "loss" and precursors:
+        words = "the loss is not alone: numbers before it had grown"
+        cause = Cause("numbers", LIKELY, words, (*cause.evidence, f"{precursors[0].sentence}."))
+    missing, advice = find_missing(rank, origin, interval)
     verdict = Verdict(
         kind=cause.kind,
         confidence=cause.confidence,
@@ -103,7 +106,7 @@ def _elements(rank: Rank, first: Finding, max_bytes: int | None) -> tuple[Elemen
     if max_bytes is not None and record.num_bytes > max_bytes:
         return None, ""
     try:
-        return find_elements(record, first.side), ""
+        return find_elements(record, side_of(first)), ""
     except FlightrecError as error:
         return None, f"the bytes of {name_of(first.key)} cannot be read: {error}."
 

@@ -25,7 +25,7 @@ def _began(verdict: Verdict, origin: Finding | None) -> list[str]:
         return [_sentence(verdict.evidence[0])] if verdict.evidence else []
     told = [f"In {_when(place)}, {_sentence(origin.evidence)}"]
     after, between = verdict.began.after, verdict.began.between
-    by = f"; between them lies what nobody records: {', '.join(between)}" if between else ""
+    by = f"; between them, not recorded: {', '.join(between)}" if between else ""
     if after == place:
         told.append(f"Its high-precision side is clean, so it arose in the {between[0]}.")
     elif after is not None:
@@ -46,7 +46,7 @@ def _more(verdict: Verdict) -> list[str]:
     if verdict.elements is not None:
         told.append(f"At fault: {verdict.elements.where}.")
     if verdict.precursors:
-        told.append(f"Before it, {_sentence(verdict.precursors[-1].sentence)}")
+        told.append(f"Before it, {_sentence(verdict.precursors[0].sentence)}")
     return told + [_capital(sentence) for sentence in verdict.missing]
 
 

@@ -109,6 +109,8 @@ def name_of(key: Key | None) -> str:
     """A key in words: layer, tensor, part."""
     if key is None:
         return "the run"
+    if not key.layer and key.tensor in ("loss", "metric"):
+        return f"the {key.tensor}" + (f" {key.part}" if key.part else "")
     return f"{key.layer or 'the model'} {key.tensor}" + (f" ({key.part})" if key.part else "")
 
 

@@ -1,7 +1,8 @@
-"""What ``flightrec inspect --json`` prints: the incident's story as plain JSON data. Facts, and the payload of one small record.
+"""What ``flightrec inspect --json`` prints: the incident's story as plain JSON data. Owns no state.
 
 The form is a contract (``docs/inspect.md``): fields are only added while ``version`` stays. Numbers that JSON does not
-have are the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is unknown or absent is null. Owns no state.
+have are the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is unknown or absent is null. Tables are read, and the payload of
+the blamed record if it is small.
 """
 
 from __future__ import annotations
