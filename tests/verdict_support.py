@@ -20,7 +20,7 @@ def judged(incident: Incident) -> Verdict:
     return verdict
 
 
-def kind(verdict: Verdict) -> tuple[str, str]:
+def kind_of(verdict: Verdict) -> tuple[str, str]:
     return verdict.kind, verdict.confidence
 
 
