@@ -103,7 +103,7 @@ def test_advice_for_what_was_not_selected_is_a_configuration(tmp_path: Path) -> 
     verdict = judged(tmp_path, {0: [seen("", "loss", Stage.LOSS, nan_count=1)]})
     assert verdict.kind == "loss"
     assert "not selected" in verdict.missing[0]
-    assert load_text(verdict.advice).select[0].layers == "*"
+    assert load_text(verdict.advice).select[0].layers == ("*",)
 
 
 def test_nothing_recorded_at_fault_is_told(tmp_path: Path) -> None:

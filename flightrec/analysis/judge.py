@@ -25,18 +25,25 @@ SMALL_BYTES = 32 << 20
 """A record of at most so many bytes may be read on the way, where elements were not asked for outright."""
 
 
-def judge(incident: Incident, *, elements: bool = False, max_bytes: int | None = None) -> Verdict:
+def judge(
+    incident: Incident,
+    *,
+    elements: bool = False,
+    max_bytes: int | None = None,
+    findings: Sequence[Finding] | None = None,
+) -> Verdict:
     """Judge an incident; see ``verdict.Verdict``.
 
     Args:
         incident: an open one.
         elements: read the payload of the origin's record and tell which elements are at fault.
         max_bytes: do not read a record with more bytes; None: whatever it has.
+        findings: what ``blame`` gave, if it is known already.
 
     Raises:
         IncidentError: a table is damaged. Damaged payload is told among the evidence.
     """
-    findings = blame(incident)
+    findings = blame(incident) if findings is None else findings
     origin = next((finding for finding in findings if finding.kind not in HOST_KINDS), None)
     first = origin or (findings[0] if findings else None)
     if first is None:

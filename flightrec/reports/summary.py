@@ -1,8 +1,8 @@
 """What ``flightrec inspect --json`` prints: the incident's story as plain JSON data. Owns no state.
 
 The form is a contract (``docs/inspect.md``): fields are only added while ``version`` stays. Numbers that JSON does not
-have are the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is unknown or absent is null. Tables are read, and the payload of
-the blamed record if it is small.
+have are the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is unknown or absent is null. Tables are read, and
+the payload of the blamed record if it is small.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def summarize(incident: Incident) -> Document:
         "firings": [firing_of(firing) for firing in incident.firings],
         "ranks": [_rank(rank) for rank in incident.ranks],
         "iterations": [plain(asdict(entry)) for entry in incident.iterations],
-        "verdict": verdict_to_json(judge(incident, elements=True, max_bytes=SMALL_BYTES)),
+        "verdict": verdict_to_json(judge(incident, elements=True, max_bytes=SMALL_BYTES, findings=findings)),
         "blame": [_finding(finding) for finding in findings],
         "way": [plain(step) for step in steps(incident, findings)],
         "around": [plain(row) for row in around(incident, findings)],
