@@ -185,8 +185,9 @@ def _of_loss(rank: Rank, origin: Finding) -> Cause:
         if key.tensor == "output" and _goes_with(key.microbatch, origin)
     ]
     evidence = [origin.evidence]
-    entry = next(e for e in rank.iterations if (e.attempt, e.iteration) == (origin.attempt, origin.iteration))
-    labels = {name: by for name, by in entry.data.items() if "label" in name.lower()}
+    time = (origin.attempt, origin.iteration)
+    data = next((entry.data for entry in rank.iterations if (entry.attempt, entry.iteration) == time), {})
+    labels = {name: by for name, by in data.items() if "label" in name.lower()}
     confidence = LIKELY
     if outputs:
         key, row = next(((k, r) for k, r in outputs if not k.layer), outputs[-1])

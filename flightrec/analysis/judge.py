@@ -17,6 +17,7 @@ from flightrec.analysis.story import tell
 from flightrec.analysis.verdict import LIKELY, WEAK, Interval, Verdict, name_of
 from flightrec.analysis.window import find_jumps
 from flightrec.errors import FlightrecError
+from flightrec.storage import files
 from flightrec.storage.rank import Rank
 from flightrec.storage.read import Incident
 from flightrec.storage.record import Record
@@ -53,7 +54,8 @@ def judge(
     interval = find_interval(rank, first, faulty)
     found, problem = _elements(rank, first, max_bytes) if elements else (None, "")
     changes = _changes(rank, first) if origin is not None else ()
-    cause = find_cause(incident.ranks, first, interval, found)
+    with files.reading(rank.facts_path, "/records"):
+        cause = find_cause(incident.ranks, first, interval, found)
     precursors = tuple(change for change in changes if change.label == "precursor")
     if cause.kind == "loss" and precursors:
         words = "the loss is not alone: numbers before it had grown"
