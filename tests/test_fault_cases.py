@@ -16,6 +16,7 @@ import pytest
 import torch
 from models import RECORD_ALL
 from torch import nn
+from verdict_support import began, judged, kind_of
 
 import flightrec
 from flightrec.records import Phase, Stage
@@ -73,6 +74,13 @@ def test_f09_the_spike_is_blamed_before_the_nan(tmp_path):
     assert (incident.trigger.kind, incident.trigger.iteration) == ("nonfinite", 3)
     finding = incident.blame()[0]
     assert (finding.kind, finding.iteration, finding.key.tensor) == ("amax_spike", 2, "activation")
+    verdict = judged(incident)
+    assert kind_of(verdict) == ("numbers", "likely")
+    assert began(verdict) == ("the model parameter (bias) 1.-1", "the model activation 2.0")
+    assert verdict.began.between == ("the data, or what comes before the first recorded layer",)
+    assert {change.label for change in verdict.changes if change.key == finding.key.series} == {"origin"}
+    assert (verdict.precursors, verdict.missing, verdict.advice) == ((), (), "")
+    assert verdict.elements.indices[0] == (0, 3) and abs(verdict.elements.values[0]) > 1e10
 
 
 def test_f09_with_nonfinite_alone_the_iterations_before_are_kept(tmp_path):
@@ -83,6 +91,18 @@ def test_f09_with_nonfinite_alone_the_iterations_before_are_kept(tmp_path):
     # The rule names only what is non-finite; the finite precursor of iteration 2 stands in the statistics.
     amax = {r.iteration: r.statistics["amax"] for r in incident.records(tensor="activation")}
     assert amax[2] > 1e9 > 10 > amax[1]
+    verdict = judged(incident)
+    assert kind_of(verdict) == ("numbers", "likely")
+    assert began(verdict) == ("the model output 3.0", "the loss 3.0")
+    first = verdict.precursors[0]
+    assert (first.statistic, first.key.tensor, first.iteration, first.before, first.after) == (
+        "amax",
+        "activation",
+        2,
+        pytest.approx(amax[1]),
+        pytest.approx(amax[2]),
+    )
+    assert "Before it, amax of the model activation went from" in verdict.story
 
 
 def test_f09_a_gradient_spike_with_a_flat_loss_is_silent(tmp_path):
@@ -157,6 +177,19 @@ def test_f10_the_overflowing_product_is_blamed(tmp_path):
     assert records["fc", "activation"].statistics["amax"] == 40
     assert np.isinf(records["fc", "output"].high_precision).all()
     assert np.isnan(records["", "loss"].high_precision)
+    verdict = judged(only(tmp_path))
+    assert kind_of(verdict) == ("numbers", "certain")
+    assert began(verdict) == ("fc weight 0.0", "fc output 0.0")
+    assert verdict.began.between == ("the operation of fc",)
+    assert verdict.evidence[1] == "activation and weight of fc are finite."
+    assert (verdict.elements.num_faulty, verdict.elements.rows, verdict.elements.columns) == (8, (0, 1), (0, 1, 2, 3))
+    assert verdict.precursors == ()
+    assert verdict.story == (
+        "In iteration 0, microbatch 0, fc output holds 8 +Inf of 8 values, none of them finite. The last clean record "
+        "before it is fc weight (forward); between them, not recorded: the operation of fc. The cause: fc output came "
+        "out bad of operands that are clean. At fault: all 8 elements. It was noticed in iteration 0 by the rule "
+        "nonfinite at fc output."
+    )
 
 
 def test_f10_a_clamp_behind_the_product_still_shows_the_inf_in_its_output(tmp_path):
@@ -208,6 +241,11 @@ def test_f12_the_gradient_that_leaves_block_2_is_blamed(faulty, tmp_path):
     assert (first.key.layer, first.key.tensor, first.key.stage) == ("1", "dgrad", Stage.BACKWARD)
     assert all(finding.key.stage is Stage.BACKWARD and finding.key.layer != "2" for finding in findings if finding.key)
     assert incident.records(layer="1", tensor="input") and incident.records(layer="1", tensor="output")
+    verdict = judged(incident)
+    assert kind_of(verdict) == ("numbers", "certain")
+    assert began(verdict) == ("1 gradient 0.0", "1 dgrad 0.0")
+    assert verdict.began.between == ("backward of the operation of 1",)
+    assert (verdict.elements.indices, verdict.precursors) == (((0,),), ())
 
 
 # -- F16: the framework hides the NaN loss ----------------------------------------------------------------------------
@@ -236,6 +274,81 @@ def test_f16_the_raw_loss_is_blamed_before_the_weights_become_nan(tmp_path):
     first = incident.blame()[0]
     assert (first.iteration, first.key.tensor, first.key.stage) == (2, "loss", Stage.LOSS)
     assert {finding.key.tensor for finding in incident.blame()[1:] if finding.key} >= {"wgrad", "parameter"}
+    verdict = judged(incident)
+    assert kind_of(verdict) == ("loss", "likely")
+    assert began(verdict) == ("the model parameter (0) 1.-1", "the loss 2.0")
+    assert verdict.began.between == ("softmax of the logits", "loss")
+    assert verdict.evidence[1:] == ("the logits are not recorded.", "the labels are not recorded.")
+    assert "not selected" in verdict.missing[0] and verdict.advice.startswith("budget: none")
+    assert (verdict.elements.num_faulty, verdict.precursors) == (1, ())
+
+
+# -- F17: a kernel leaves the rows of the tail unwritten --------------------------------------------------------------
+
+
+class Unwritten(torch.autograd.Function):
+    """Writes the first four rows only; what stands in the memory of the others shows."""
+
+    @staticmethod
+    def forward(ctx, x, dirt, gradient_dirt):
+        ctx.dirt = gradient_dirt
+        out = torch.full_like(x, dirt)
+        out[:4] = 2 * x[:4]
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        out = torch.full_like(gradient, ctx.dirt)
+        out[:4] = 2 * gradient[:4]
+        return out, None, None
+
+
+class Grouped(nn.Module):
+    def forward(self, x: torch.Tensor, dirt: float, gradient_dirt: float) -> torch.Tensor:
+        return Unwritten.apply(x, dirt, gradient_dirt)
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.op = nn.Linear(8, 8), Grouped()
+
+    def forward(self, x: torch.Tensor, dirt: float, gradient_dirt: float) -> torch.Tensor:
+        return self.op(self.fc(x), dirt, gradient_dirt)[:4].square().sum()
+
+
+def f17_train(directory: Path, *, dirt: float) -> flightrec.Incident:
+    torch.manual_seed(0)
+    model = Padded()
+    with flightrec.Recorder(config({"kind": "nonfinite"}), directory=directory) as recorder:
+        recorder.attach(model)
+        for iteration in range(3):  # fresh memory is zero
+            model(torch.randn(6, 8), dirt if iteration else 0.0, math.nan if iteration else 0.0).backward()
+            recorder.step()
+    return only(directory)
+
+
+def test_f17_rows_that_no_kernel_wrote_are_named_as_a_tail(tmp_path):
+    incident = f17_train(tmp_path, dirt=math.nan)
+    assert incident.trigger.iteration == 1
+    verdict = judged(incident)
+    assert kind_of(verdict) == ("padding", "likely")
+    assert began(verdict) == ("op input 1.0", "op output 1.0")
+    assert verdict.began.between == ("the operation of op",)
+    assert (verdict.elements.valid_rows, verdict.elements.rows, verdict.elements.num_faulty) == (4, (4, 5), 16)
+    assert "At fault: rows 4 to 5 of 6, none before." in verdict.story
+    assert verdict.precursors == ()
+    first = incident.blame(elements=True)[0]
+    assert (first.elements, incident.blame()[0].elements) == (verdict.elements, None)
+    assert incident.verdict().kind == "numbers"  # the tables do not tell which rows
+
+
+def test_f17_in_backward_alone_it_is_a_tail_of_the_gradient(tmp_path):
+    verdict = judged(f17_train(tmp_path, dirt=0.0))
+    assert kind_of(verdict) == ("padding", "likely")
+    assert began(verdict) == ("op gradient 1.0", "op dgrad 1.0")
+    assert verdict.began.between == ("backward of the operation of op",)
+    assert (verdict.elements.valid_rows, verdict.elements.rows) == (4, (4, 5))
 
 
 # -- F23: in-place operations -----------------------------------------------------------------------------------------
@@ -293,6 +406,10 @@ def test_f23_what_enters_an_in_place_module_is_kept_as_it_was(tmp_path):
     (left,) = incident.records(layer="0", tensor="output", iteration=0)
     assert entered.high_precision.tolist() == [math.inf, 1.0]
     assert left.high_precision.tolist() == [1.0, 1.0]
+    verdict = judged(incident)
+    assert (kind_of(verdict), began(verdict)) == (("numbers", "weak"), ("none", "the model input 0.0"))
+    assert (verdict.elements.indices, verdict.elements.values) == (((0,),), (math.inf,))
+    assert "not selected" in verdict.missing[0]
 
 
 # -- F24: keyword-only inputs, dict and list outputs ------------------------------------------------------------------
@@ -348,6 +465,9 @@ def test_f24_structured_inputs_and_outputs_are_recorded_by_path(kind, tmp_path):
     named = [(f.key.layer, f.key.tensor, f.key.part) for f in incident.blame() if f.key]
     assert ("d", "output", "aux.0") in named
     assert ("d", "output", "y") not in named
+    verdict = judged(incident)
+    assert (kind_of(verdict), began(verdict)) == (("numbers", "certain"), ("d.fc2 weight 1.0", "d.fc2 output 1.0"))
+    assert (verdict.elements.columns, verdict.elements.indices) == ((0,), ((0, 0), (1, 0)))
 
 
 # -- F34: names -------------------------------------------------------------------------------------------------------
@@ -451,4 +571,8 @@ def test_f26_a_fault_inside_a_compiled_region_is_blamed_where_it_arose(compiled_
     assert {("fc1", "output"), ("fc2", "activation"), ("fc2", "gradient")} <= {(k.layer, k.tensor) for k in keys}
     first = incident.blame()[0]
     assert (first.key.layer, first.key.tensor) == ("fc2", "activation")
+    verdict = judged(incident)
+    assert kind_of(verdict) == ("numbers", "likely")
+    assert began(verdict) == ("fc1 output 2.0", "fc2 activation 2.0")
+    assert verdict.began.between == ("activation function",)
     torch._dynamo.reset()

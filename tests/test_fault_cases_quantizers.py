@@ -14,6 +14,7 @@ import pytest
 import torch
 from models import RECORD_ALL
 from torch import nn
+from verdict_support import began, judged, kind_of
 
 import flightrec
 from flightrec.records import Stage
@@ -88,6 +89,12 @@ def test_f01_a_frozen_scale_saturates_and_its_evidence_is_kept(tmp_path):
     for record in records:
         assert record.quantized.components["scale"] == 1
         assert not record.quantized.components["amax_history"].any()
+    verdict = judged(incident)
+    assert kind_of(verdict) == ("scale", "likely")
+    assert began(verdict) == ("fc1 gradient 3.0", "fc1 gradient 3.0")
+    assert verdict.began.between == ("quantization of fc1 gradient",)
+    assert "unchanged for at least 3 iterations, while amax went between" in verdict.evidence[1]
+    assert (verdict.elements, verdict.precursors, verdict.missing) == (None, (), ())
     assert [round(math.log10(record.statistics["range_ratio"] * 448)) for record in records] == [1, 2, 3, 4, 4]
 
 
@@ -126,6 +133,9 @@ def test_f03_codes_of_another_scale_are_blamed_in_their_microbatch(tmp_path):
     assert first.quantized.components["data"].tolist() == second.quantized.components["data"].tolist()
     assert first.statistics["scale_max"] == 1
     assert second.statistics["scale_inverse_error"] < 1e-6
+    verdict = judged(incident)
+    assert (kind_of(verdict), began(verdict)) == (("quantization", "likely"), ("fc weight 0.1", "fc weight 0.1"))
+    assert (verdict.elements, verdict.precursors, verdict.missing) == (None, (), ())
 
 
 def test_f03_codes_that_were_made_again_are_silent(tmp_path):
@@ -157,6 +167,9 @@ def test_f04_an_infinite_scale_is_blamed_on_the_quantized_side(tmp_path):
     (record,) = incident.records(layer="lora_B", iteration=0)
     assert (record.statistics["nan_count"], record.statistics["amax"]) == (0, 0)
     assert np.isinf(record.quantized.components["scale"])
+    verdict = judged(incident)
+    assert (kind_of(verdict), began(verdict)) == (("scale", "certain"), ("lora_B output 0.0", "lora_B output 0.0"))
+    assert (verdict.elements.component, verdict.elements.num_faulty, verdict.precursors) == ("data", 32, ())
 
 
 def test_f04_a_denormal_amax_overflows_the_scale_as_well(tmp_path):
@@ -213,6 +226,9 @@ def test_f05_a_resumed_run_tells_the_broken_pair_at_its_own_iteration(tmp_path):
     assert {"inconsistent_scale", "quantization_error"} <= kinds(resumed)
     assert (resumed.trigger.kind, resumed.trigger.iteration) == ("inconsistent_scale", 5000)
     assert resumed.trigger.value == pytest.approx(999)
+    verdict = judged(resumed)
+    assert (kind_of(verdict), began(verdict)) == (("scale", "certain"), ("fc weight 5000.0", "fc weight 5000.0"))
+    assert (verdict.elements, verdict.precursors) == (None, ())
     assert (resumed.blame()[0].key.layer, resumed.blame()[0].key.tensor) == ("fc", "weight")
     with flightrec.open(before) as first:
         assert kinds(first) == {"manual"}
@@ -241,6 +257,9 @@ def test_f06_zeros_in_place_of_gradients_are_blamed(tmp_path):
     (record,) = incident.records(layer="fc2", iteration=0)
     assert 1e-3 < record.statistics["amax"] < 1e-2
     assert record.statistics["quantized_zero_count"] == 64
+    verdict = judged(incident)
+    assert (kind_of(verdict), began(verdict)) == (("quantization", "likely"), ("fc2 gradient 0.0", "fc2 gradient 0.0"))
+    assert (verdict.elements, verdict.precursors, verdict.missing) == (None, (), ())
 
 
 def test_f06_zeros_for_zeros_and_ordinary_losses_are_silent(tmp_path):
@@ -281,6 +300,10 @@ def test_f08_the_spiked_microbatch_is_named_and_iterations_are_steps(tmp_path):
     assert (incident.trigger.kind, incident.trigger.iteration) == ("amax_spike", 1)
     assert (key.tensor, key.microbatch, key.stage) == ("activation", 0, Stage.FORWARD)
     assert incident.trigger.value > 2000
+    verdict = judged(incident)
+    assert kind_of(verdict) == ("numbers", "likely")
+    assert began(verdict) == ("the model parameter (bias) 0.-1", "the model activation 1.0")
+    assert (verdict.elements.shape, verdict.precursors, verdict.missing) == ((8, 8), (), ())
     last = incident.records(tensor="activation", iteration=1, microbatch=2)
     assert [record.statistics["amax"] < 5 for record in last] == [True]
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from models import RECORD_ALL, batches, make, train
 from torch import nn
+from verdict_support import began, judged, kind_of
 
 import flightrec
 from flightrec.records import Phase, Stage
@@ -80,6 +81,11 @@ def test_f19_an_uninitialised_bias_is_blamed_before_any_activation(deterministic
     first = incident.blame()[0]
     assert (first.iteration, first.key.stage) == (0, Stage.START)
     assert (first.key.layer, first.key.tensor, first.key.part) == ("gate", "parameter", "bias")
+    verdict = judged(incident)
+    assert kind_of(verdict) == ("numbers", "certain")
+    assert began(verdict) == ("gate parameter (weight) 0.-1", "gate parameter (bias) 0.-1")
+    assert "initialisation or a checkpoint" in verdict.cause
+    assert (verdict.elements.indices, verdict.precursors, verdict.missing) == (((0,), (1,), (2,)), (), ())
 
 
 # -- F21: evaluation between training steps ---------------------------------------------------------------------------
@@ -129,6 +135,10 @@ def test_f21_a_nan_in_evaluation_is_told_as_such(tmp_path):
     assert incident.trigger.iteration == 3
     assert incident.trigger.key.phase is Phase.EVAL
     assert not [f for f in incident.firings if f.key and f.key.phase is Phase.TRAIN]
+    verdict = judged(incident)
+    assert kind_of(verdict)[0] == "numbers"
+    assert verdict.began.before.key == incident.trigger.key
+    assert verdict.precursors == ()
 
 
 def test_f21_gradients_of_a_frozen_module_in_eval_mode_are_training(tmp_path):
@@ -163,6 +173,14 @@ def test_f28_shapes_come_and_go_and_the_exception_is_the_loops_own(tmp_path):
             recorder.step(loss=torch.tensor(1.0))
     incident = only(tmp_path)
     assert incident.trigger.kind == "exception"
+    verdict = judged(incident)
+    assert kind_of(verdict) == ("host", "certain")
+    assert (verdict.began.after, verdict.began.before.key, verdict.elements, verdict.precursors) == (
+        None,
+        None,
+        None,
+        (),
+    )
     for name, rows in lengths.items():
         for iteration, count in enumerate(rows):
             (record,) = incident.records(layer=name, iteration=iteration)

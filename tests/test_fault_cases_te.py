@@ -13,6 +13,7 @@ import pytest
 import torch
 from te_delayed import HISTORY_LENGTH, Delayed
 from test_fault_cases_quantizers import config, incidents, kinds, only
+from verdict_support import began, judged, kind_of
 
 import flightrec
 
@@ -55,6 +56,10 @@ def test_f01_a_scale_that_no_amax_reaches_saturates(tmp_path: Path) -> None:
         assert not record.quantized.components["amax_history"].any()
         assert record.quantized.metadata["class_name"].endswith("Float8Tensor")
         assert record.quantized.metadata["metadata"]["recipe"]["margin"] == 0
+    verdict = judged(incident)
+    assert (kind_of(verdict), began(verdict)) == (("scale", "likely"), ("fc1 gradient 3.0", "fc1 gradient 3.0"))
+    assert "unchanged for at least 3 iterations, while amax went between" in verdict.evidence[1]
+    assert (verdict.elements, verdict.precursors, verdict.missing) == (None, (), ())
     assert [round(math.log10(record.statistics["range_ratio"] * 448)) for record in records] == [1, 2, 3, 4, 4]
 
 
@@ -90,6 +95,9 @@ def test_f03_codes_of_another_scale_are_blamed_in_their_microbatch(tmp_path: Pat
     assert (incident.trigger.iteration, incident.trigger.key.layer, incident.trigger.key.microbatch) == (0, "fc", 1)
     assert incident.trigger.value == pytest.approx(0.9998, abs=2e-4)
     assert {finding.key.microbatch for finding in incident.blame()} == {1}
+    verdict = judged(incident)
+    assert (kind_of(verdict), began(verdict)) == (("quantization", "likely"), ("fc weight 0.1", "fc weight 0.1"))
+    assert (verdict.elements, verdict.precursors, verdict.missing) == (None, (), ())
     first, second = incident.records(layer="fc", tensor="weight", iteration=0)
     assert np.array_equal(first.quantized.components["data"], second.quantized.components["data"])
     assert first.statistics["scale_max"] == 1
@@ -131,6 +139,9 @@ def test_f05_a_resumed_run_tells_the_broken_pair_at_its_own_iteration(tmp_path: 
     assert (resumed.trigger.kind, resumed.trigger.iteration) == ("inconsistent_scale", 5000)
     assert resumed.trigger.value == pytest.approx(999)
     assert (resumed.blame()[0].key.layer, resumed.blame()[0].key.tensor) == ("fc", "weight")
+    verdict = judged(resumed)
+    assert (kind_of(verdict), began(verdict)) == (("scale", "certain"), ("fc weight 5000.0", "fc weight 5000.0"))
+    assert (verdict.elements, verdict.precursors) == (None, ())
     with flightrec.open(before) as first:
         assert kinds(first) == {"manual"}
 

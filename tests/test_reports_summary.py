@@ -12,8 +12,8 @@ from flightrec.errors import IncidentError
 from flightrec.reports.summary import summarize_path
 
 FIELDS = {
-    "document", "version", "incident", "trigger", "firings", "ranks", "iterations", "blame", "way", "around", "history",
-    "blind",
+    "document", "version", "incident", "trigger", "firings", "ranks", "iterations", "verdict", "blame", "way", "around",
+    "history", "blind",
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from flightrec.analysis.elements import Elements
 from flightrec.errors import ConfigError
 from flightrec.records import NO_MICROBATCH, Firing, Key, Phase, Severity, Stage
 from flightrec.storage.rank import Rank
@@ -60,6 +61,7 @@ class Finding:
         numbers: the numbers of the sentence by name.
         position: 1 for what is blamed first; findings in a tie share their position.
         tied_with: (rank, microbatch) of the other findings in the tie.
+        elements: which elements are at fault; None if nobody asked, or its bytes are not there.
     """
 
     kind: str
@@ -76,6 +78,7 @@ class Finding:
     numbers: Mapping[str, float] = field(default_factory=dict)
     position: int = 0
     tied_with: tuple[tuple[int, int], ...] = ()
+    elements: Elements | None = None
 
 
 def blame(incident: Incident) -> list[Finding]:

@@ -1,31 +1,31 @@
-"""What ``flightrec inspect --json`` prints: the incident's story as plain JSON data. Facts only, no payload is read.
+"""What ``flightrec inspect --json`` prints: the incident's story as plain JSON data. Owns no state.
 
 The form is a contract (``docs/inspect.md``): fields are only added while ``version`` stays. Numbers that JSON does not
-have are the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is unknown or absent is null. Owns no state.
+have are the texts ``NaN``, ``Infinity`` and ``-Infinity``; what is unknown or absent is null. Tables are read, and
+the payload of the blamed record if it is small.
 """
 
 from __future__ import annotations
 
 import datetime
-import math
-from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from flightrec.analysis.blame import Finding, blame
-from flightrec.records import Firing, Key
+from flightrec.analysis.judge import SMALL_BYTES, judge
+from flightrec.analysis.plain import firing_of, key_of, plain
+from flightrec.analysis.verdict import verdict_to_json
 from flightrec.reports.way import around, steps
 from flightrec.storage.rank import Rank
 from flightrec.storage.read import Incident, open_incident
+
+__all__ = ["DOCUMENT", "VERSION", "Document", "key_of", "plain", "summarize", "summarize_path"]
 
 DOCUMENT = "flightrec-inspect"
 VERSION = 1
 
 Document = dict[str, Any]
-
-_PLAIN = frozenset({str, int, bool, type(None)})
-_NO_NUMBER = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 def summarize_path(path: Path) -> Document:
@@ -42,7 +42,7 @@ def summarize(incident: Incident) -> Document:
     """Tell an incident: what fired, where it began, the fault's way, the statistics around it.
 
     Args:
-        incident: an open incident; its tables are read, its tensors are not.
+        incident: an open incident; its tables are read, and the blamed tensor if it is small.
 
     Returns:
         JSON data, see ``docs/inspect.md``.
@@ -55,10 +55,11 @@ def summarize(incident: Incident) -> Document:
         "document": DOCUMENT,
         "version": VERSION,
         "incident": _identity(incident),
-        "trigger": _firing(incident.trigger),
-        "firings": [_firing(firing) for firing in incident.firings],
+        "trigger": firing_of(incident.trigger),
+        "firings": [firing_of(firing) for firing in incident.firings],
         "ranks": [_rank(rank) for rank in incident.ranks],
         "iterations": [plain(asdict(entry)) for entry in incident.iterations],
+        "verdict": verdict_to_json(judge(incident, elements=True, max_bytes=SMALL_BYTES, findings=findings)),
         "blame": [_finding(finding) for finding in findings],
         "way": [plain(step) for step in steps(incident, findings)],
         "around": [plain(row) for row in around(incident, findings)],
@@ -97,20 +98,6 @@ def _rank(rank: Rank) -> Document:
     }
 
 
-def _firing(firing: Firing) -> Document:
-    return {
-        "rule": firing.rule,
-        "kind": firing.kind,
-        "severity": firing.severity.value,
-        "attempt": firing.attempt,
-        "iteration": firing.iteration,
-        "key": None if firing.key is None else key_of(firing.key),
-        "value": plain(firing.value),
-        "threshold": plain(firing.threshold),
-        "message": firing.message,
-    }
-
-
 def _finding(finding: Finding) -> Document:
     return {
         "position": finding.position,
@@ -127,34 +114,3 @@ def _finding(finding: Finding) -> Document:
         "evidence": finding.evidence,
         "numbers": plain(finding.numbers),
     }
-
-
-def key_of(key: Key) -> Document:
-    """A key as JSON data."""
-    return {
-        "layer": key.layer,
-        "tensor": key.tensor,
-        "part": key.part,
-        "microbatch": key.microbatch,
-        "phase": key.phase.value,
-        "call": key.call,
-        "stage": key.stage.value,
-    }
-
-
-def plain(value: Any) -> Any:
-    """Replace the numbers that JSON lacks and everything that is not JSON."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else _NO_NUMBER[str(value)]
-    if isinstance(value, Key):
-        return key_of(value)
-    if kind is dict or isinstance(value, Mapping):
-        return {str(name): plain(entry) for name, entry in value.items()}
-    if isinstance(value, (int, str)):
-        return value
-    if isinstance(value, Iterable):
-        return [plain(entry) for entry in value]
-    return str(value)

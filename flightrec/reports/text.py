@@ -19,6 +19,9 @@ WIDTH = 80
 NUM_FINDINGS = 3
 """Findings that are told in full."""
 
+NUM_PRECURSORS = 3
+"""Changes before the origin that are told beside the story."""
+
 NUM_FIRINGS = 8
 """Firings that are told in full."""
 
@@ -49,6 +52,7 @@ def render(document: Mapping[str, Any], console: Console) -> None:
         console: where to; see ``report_console``.
     """
     _head(document, console)
+    _verdict(document["verdict"], console)
     _fired(document, console)
     _began(document["blame"], console)
     _way(document["way"], console)
@@ -161,6 +165,18 @@ def _host_tier(iterations: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for entry in iterations:
         if entry["landmark"]:
             yield f"landmark: iteration {entry['iteration']}, about {entry['landmark']} before the fault"
+
+
+def _verdict(verdict: Row, console: Console) -> None:
+    title(console, "Verdict", f"{verdict['kind']}, {verdict['confidence']}")
+    line(console, clean(verdict["story"]))
+    for change in verdict["precursors"][:NUM_PRECURSORS]:
+        line(console, f"before it: {clean(change['sentence'])}", "yellow", hanging=2)
+    _more(console, len(verdict["precursors"]) - NUM_PRECURSORS, "change before it", "changes before it")
+    if verdict["advice"]:
+        line(console, "This configuration would have shown where it began:")
+        for text in verdict["advice"].splitlines():
+            console.print(Text(f"    {clean(text)}", style="dim"))
 
 
 def _fired(document: Mapping[str, Any], console: Console) -> None:
