@@ -100,6 +100,8 @@ class Rotation:
         self._num_layouts = 0
         self._units: dict[tuple[str, int], int] = {}  # (layer, every): what is left out together
         self._unit_of_row: list[int] = []  # -1: takes no turns
+        self._unit_array = np.empty(0, np.int64)
+        self._unit_turns: tuple[dict[str, int], NDArray[np.int64]] = ({}, np.empty(0, np.int64))
         self._costs: Costs | None = None
         self._clock: StepClock | None = None
         self._judging: StreamTimer | None = None
@@ -228,19 +230,37 @@ class Rotation:
         """Rows of the statistics matrix that rotation left out of the current tick, bool [num_rows]; None for none."""
         if self.share is None:
             return None
-        turn = self._turn
-        waits = [
-            (turn is not None and self._turn_of.get(layer, turn) != turn) or (every > 1 and self._waits(layer, every))
-            for layer, every in self._units
-        ]
         out = np.zeros(num_rows, bool)
-        rows = np.array(self._unit_of_row[:num_rows], np.int64)
-        out[: len(rows)] = np.array([*waits, False])[rows]  # -1, the last one: a row that takes no turns
+        turn, rows = self._turn, self._units_of_rows()[:num_rows]
+        waits = np.zeros(len(self._units) + 1, bool)  # the last one, -1: a row that takes no turns
+        if turn is not None:
+            turns_of_units = self._turns_of_units()
+            waits[:-1] = (turns_of_units >= 0) & (turns_of_units != turn)
+        if self._num_everies > 1:
+            for number, (layer, every) in enumerate(self._units):
+                waits[number] |= every > 1 and self._waits(layer, every)
+        out[: len(rows)] = waits[rows]
         return out
+
+    def _units_of_rows(self) -> NDArray[np.int64]:
+        """``_unit_of_row`` as an array, made again when layouts came."""
+        if len(self._unit_array) != len(self._unit_of_row):
+            self._unit_array = np.array(self._unit_of_row, np.int64)
+        return self._unit_array
+
+    def _turns_of_units(self) -> NDArray[np.int64]:
+        """The turn of each unit, -1 for one that is in every turn; made again when the plan or the units changed."""
+        plan, turns_of_units = self._unit_turns
+        if plan is not self._turn_of or len(turns_of_units) != len(self._units):
+            turns_of_units = np.array([self._turn_of.get(layer, -1) for layer, _ in self._units], np.int64)
+            self._unit_turns = self._turn_of, turns_of_units
+        return turns_of_units
 
     def learn(self, layouts: Sequence[RecordLayout]) -> None:
         """See the ring's layouts; those known already cost nothing."""
         costs = self.costs
+        if len(layouts) != self._num_layouts:
+            self._unit_array = np.empty(0, np.int64)
         for layout in layouts[self._num_layouts :]:
             key = layout.key
             module = None if (key.layer, key.tensor) in self.always else self._module(key.layer)
@@ -324,12 +344,12 @@ class Rotation:
         )
 
     def _replan(self) -> None:
-        layers = sorted(self._loads, key=self._order.__getitem__)
         plan, step_s = self._plan, None if self._clock is None else self._clock.step_s
-        if not layers:
+        if not self._loads:
             return
         if plan is not None and plan.measured >= (step_s is not None) and not self._is_old(plan):
             return  # but a measured plan replaces a guess at once
+        layers = sorted(self._loads, key=self._order.__getitem__)
         record_bytes = self._record_bytes()
         loads = [self._loads[layer] for layer in layers]
         weights = [load.num_records * record_bytes + load.num_bytes for load in loads]

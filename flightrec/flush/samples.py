@@ -29,6 +29,7 @@ SCALARS = ("loss", "metric")
 """Tensors without a layer that have a history of their own (``ScalarHistory``)."""
 
 _NO_PLACE = -1
+_MAX_KNOWN = 4096
 _NUMEL, _MEAN, _SCALE_MIN = map(HISTORY_STATISTICS.index, ("numel", "mean", "scale_min"))
 
 Floats = NDArray[np.float64]
@@ -142,6 +143,7 @@ class SampleHistory:
         self._row_of = np.empty(0, np.int64)
         self._ids: Sequence[int] = []
         self._plans: list[_Plan] = []
+        self._known: dict[bytes, list[_Plan]] = {}  # by layout ids: turns come again
 
     def add(
         self,
@@ -179,7 +181,12 @@ class SampleHistory:
             self._see_layouts(layouts)
         if layout_ids != self._ids:
             ids = np.fromiter(layout_ids, np.int64, len(layout_ids))
-            self._plans = [self._plan(kind, ids) for kind in (PLAIN, QUANTIZED)]
+            plans = self._known.get(ids.tobytes())
+            if plans is None:
+                if len(self._known) >= _MAX_KNOWN:
+                    self._known.clear()
+                plans = self._known[ids.tobytes()] = [self._plan(kind, ids) for kind in (PLAIN, QUANTIZED)]
+            self._plans = plans
             self._ids = list(layout_ids)
         matrices = []
         with np.errstate(all="ignore"):
@@ -212,6 +219,7 @@ class SampleHistory:
         self._row_of = np.concatenate([self._row_of, rows])
         self._num_layouts += len(new)
         self._ids = []
+        self._known.clear()
         self._plans = [self._plan(kind, np.empty(0, np.int64)) for kind in (PLAIN, QUANTIZED)]
 
     def _place(self, series: Key, kind: int) -> int:
