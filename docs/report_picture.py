@@ -31,7 +31,9 @@ def main(incident: str, picture: str) -> None:
         page.write_text(render(document), encoding="utf-8")
         browser.open(page, width=WIDTH, height=HEIGHT)
         others = "main > section" + "".join(f":not(#{part})" for part in PARTS)
-        browser.evaluate(f"document.querySelectorAll('{others}, #story ul, #story h3').forEach(e => e.remove())")
+        browser.evaluate(
+            f"document.querySelectorAll('{others}, #story ul, #story h3, #story .scroll').forEach(e => e.remove())"
+        )
         browser.picture(Path(picture))
 
 

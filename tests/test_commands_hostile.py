@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 from cli_support import flightrec_process
-from hostile_support import CANARY, UNSAFE_OUTPUT, bases, figures, fuzz, told
+from hostile_support import CANARY, UNSAFE_OUTPUT, Tally, bases, figures, fuzz, told
 from incident_support import write_incident
 
 from flightrec.commands.reading import Limits, read_in_child
@@ -95,7 +95,10 @@ def test_pack_leaves_nothing_when_its_child_dies(tmp_path: Path) -> None:
 def test_fuzzing_for_some_seconds(tmp_path: Path) -> None:
     """A share of ``tests/benchmarks/fuzz.py``, the same mutations each time as far as the time goes."""
     whole = list(bases(tmp_path / "bases"))
-    end = time.monotonic() + 4.0
-    tally = fuzz(whole, tmp_path / "work", 7, lambda so_far: so_far.mutations >= 25 or time.monotonic() > end)
-    assert tally.mutations > 0
+    end = time.monotonic() + 2.0
+
+    def enough(so_far: Tally) -> bool:  # however busy the machine is, some were made
+        return so_far.mutations >= 25 or (so_far.mutations >= 2 and time.monotonic() > end)
+
+    tally = fuzz(whole, tmp_path / "work", 7, enough)
     assert not tally.bad, f"{figures(tally)}\n{told(tally)}\n{CANARY} is what must not be told"
