@@ -13,7 +13,7 @@ from browser_support import Browser, find_browser
 from flightrec.reports.page.document import document_of_path
 from flightrec.reports.page.html import render
 
-WIDTH, HEIGHT = 1200, 1720
+WIDTH, HEIGHT = 1200, 2000
 
 PARTS = ("story", "timeline", "maps")
 """Shown below each other, the last one cut off at the picture's end; the page has them further apart."""
