@@ -19,7 +19,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from picture import svg_of
@@ -38,11 +38,11 @@ PROGRAM = re.compile(r"(<!-- program in (\S+) -->\n```python\n(.*?)```\n\n```tex
 PICTURE = re.compile(r"<!-- picture of (\S+): (.*) -->\n!\[.*?\]\((\S+)\)\n")
 
 
-def train(folder: Path) -> dict[str, str]:
+def train(folder: Path, runs: Collection[str]) -> dict[str, str]:
     """Do the runs; name of each -> path of its incident from ``folder``."""
     found = {}
-    for name, run in RUNS.items():
-        run(folder / "incidents")
+    for name in runs:
+        RUNS[name](folder / "incidents")
         (incident,) = (folder / "incidents").glob(f"{name}.*")
         found[name] = f"incidents/{incident.name}"
     return found
@@ -95,27 +95,34 @@ def execute(program: str, incident: str) -> str:
     return printed.getvalue()
 
 
-def fill(page: str, folder: Path) -> tuple[str, dict[str, str]]:
+def fill(page: str, folder: Path, runs: Collection[str] = tuple(RUNS)) -> tuple[str, dict[str, str]]:
     """Do the runs in a folder, and give the page as it must be, and its pictures by their link.
 
     Args:
         page: as it is.
         folder: an empty one.
+        runs: names of those to do; what the others show stays as it is, and they give no pictures.
     """
-    incidents = train(folder)
+    incidents = train(folder, runs)
     pictures: dict[str, str] = {}
 
     def output(found: re.Match[str]) -> str:
         begin, run, command, end = found.groups()
+        if run not in incidents:
+            return found.group()
         typed, shown = tell(incidents[run], command)
         return begin + plain([typed, *shown.plain.splitlines()]) + end
 
     def program(found: re.Match[str]) -> str:
         begin, run, text, end = found.groups()
+        if run not in incidents:
+            return found.group()
         return begin + plain(execute(text, incidents[run]).splitlines()) + end
 
     def picture(found: re.Match[str]) -> str:
         run, command, link = found.groups()
+        if run not in incidents:
+            return found.group()
         typed, shown = tell(incidents[run], command)
         console = Console(file=io.StringIO(), record=True, width=WIDTH, force_terminal=True, color_system="truecolor")
         console.print(shown)

@@ -13,7 +13,7 @@ from browser_support import Browser, find_browser
 from flightrec.reports.page.document import document_of_path
 from flightrec.reports.page.html import render
 
-WIDTH, HEIGHT = 1200, 1720
+WIDTH, HEIGHT = 1200, 2000
 
 PARTS = ("story", "timeline", "maps")
 """Shown below each other, the last one cut off at the picture's end; the page has them further apart."""
@@ -31,7 +31,9 @@ def main(incident: str, picture: str) -> None:
         page.write_text(render(document), encoding="utf-8")
         browser.open(page, width=WIDTH, height=HEIGHT)
         others = "main > section" + "".join(f":not(#{part})" for part in PARTS)
-        browser.evaluate(f"document.querySelectorAll('{others}, #story ul, #story h3').forEach(e => e.remove())")
+        browser.evaluate(
+            f"document.querySelectorAll('{others}, #story ul, #story h3, #story .scroll').forEach(e => e.remove())"
+        )
         browser.picture(Path(picture))
 
 

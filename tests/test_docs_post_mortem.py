@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ torch = pytest.importorskip("torch")
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "post-mortem.md").read_text()
+IF_SLOW = pytest.mark.skipif(
+    os.environ.get("FLIGHTREC_TEST_SLOW") != "1", reason="takes long: set FLIGHTREC_TEST_SLOW=1"
+)
 NUMBER = re.compile(r"[-+]?\d+\.?\d*(?:e[-+]?\d+)?")
 
 
@@ -71,11 +75,18 @@ def test_every_marker_is_one_that_is_filled(generator: ModuleType) -> None:
     assert "```text\n```" not in PAGE
 
 
-@pytest.mark.slow
-def test_the_page_and_its_pictures_are_true(generator: ModuleType, tmp_path: Path) -> None:
-    made, pictures = generator.fill(PAGE, tmp_path)
+@pytest.mark.parametrize(
+    "run",
+    [
+        "empty-sample",
+        pytest.param("frozen-scale", marks=IF_SLOW),
+        pytest.param("wrong-rate", marks=IF_SLOW),
+    ],
+)
+def test_the_page_and_its_pictures_are_true(run: str, generator: ModuleType, tmp_path: Path) -> None:
+    made, pictures = generator.fill(PAGE, tmp_path, [run])
     assert differences(PAGE, made) == []
-    assert len(pictures) == 3
+    assert list(pictures) == [f"post-mortem/{run}.svg"]
     for link, picture in pictures.items():
         shown = (ROOT / "docs" / link).read_text()
         assert differences(text_of(shown), text_of(picture)) == [], link

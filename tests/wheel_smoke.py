@@ -1,5 +1,7 @@
 """Builds source distribution and wheel, installs the wheel outside the checkout, and uses it there without torch.
 
+First without any extra, then with those of the half that reads incidents.
+
 Usage: python wheel_smoke.py (needs ``build``; works in a temporary folder and removes it).
 """
 
@@ -34,6 +36,7 @@ flightrec.check_inspect(inspect_file)
 incident = flightrec.open(sys.argv[1])
 assert incident.blame()
 assert any(record.quantized is not None for record in incident.records())
+assert incident.verdict().story
 try:
     flightrec.Recorder
 except flightrec.MissingExtraError as error:
@@ -59,7 +62,7 @@ def check_wheel(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in ("flightrec/py.typed", "flightrec/configs/default.yaml", "flightrec/configs/flightrec.schema.json"):
         assert name in names, f"{name} is missing in {wheel.name}"
-    for name in ("page.html", "page.css", "page.js"):
+    for name in ("page.html", "page.css", "page.js"):  # the template of `flightrec report`
         assert f"flightrec/reports/page/{name}" in names, f"{name} is missing in {wheel.name}"
     assert any(name.endswith("licenses/LICENSE") for name in names), "the license is missing"
     assert not [name for name in names if name.startswith("tests")], "the tests are in the wheel"
@@ -79,21 +82,41 @@ def main() -> None:
 
         incident = folder / "incident"
         incident.mkdir()
-        for path in (ROOT / "tests" / "golden").glob("incident-1.2.*"):
+        for path in (ROOT / "tests" / "golden").glob("incident-1.4.*"):
             shutil.copy(path, incident)
         run(programs / "python", "-W", "error", "-c", INSIDE, incident, folder=folder)
         flightrec = programs / "flightrec"
         assert "inspect" in run(flightrec, "--help", folder=folder)
-        assert "Where it began" in run(flightrec, "inspect", incident, folder=folder)
+        told = run(flightrec, "inspect", incident, folder=folder)
+        assert "Verdict" in told
+        assert "Where it began" in told
         assert '"blame"' in run(flightrec, "inspect", "--json", incident, folder=folder)
+        assert "Elements of" in run(flightrec, "inspect", incident, "--worst", 1, "--values", folder=folder)
+        assert "Codes differ" in run(flightrec, "verify", incident, folder=folder, code=1)
+        assert "0 differ" in run(flightrec, "diff", incident, incident, folder=folder)
+        record = ("--layer", "blocks.1.fc1", "--tensor", "activation", "--output")
+        run(flightrec, "export", incident, *record, "exported", folder=folder)
+        # The script and Transformer Engine's classes come from the package: they are files of the wheel, too.
+        files = {path.name for path in (folder / "exported").iterdir()}
+        assert files == {"record.json", "reproduce.py", "te_layout.py", "te_tensors.py", "tensors.npz"}, files
         (folder / "good.yaml").write_text("ring: {iterations: 2}\n")
         (folder / "bad.yaml").write_text("rings: {iterations: 2}\n")
         run(flightrec, "check", "good.yaml", folder=folder)
         run(flightrec, "check", "bad.yaml", folder=folder, code=1)
         run(flightrec, "check", folder=folder, code=2)
         run(flightrec, "inspect", "good.yaml", folder=folder, code=3)
-        run(flightrec, "report", incident, folder=folder, code=2)  # no plotly here: names the extra
-        run(flightrec, "demo", folder=folder, code=2)  # no torch here: names the extra
+        # No plotly, no safetensors and no torch here: each names its extra.
+        as_safetensors = (flightrec, "export", incident, *record, "tensors", "--format", "safetensors")
+        run(flightrec, "report", incident, folder=folder, code=2)
+        run(*as_safetensors, folder=folder, code=2)
+        run(flightrec, "demo", folder=folder, code=2)
+
+        extras = f"{wheel}[export,pack,report]"
+        run(programs / "python", "-m", "pip", "install", "--quiet", extras, folder=folder)
+        run(flightrec, "report", incident, "--output", "report.html", folder=folder)
+        assert "<title>" in (folder / "report.html").read_text(encoding="utf-8")
+        run(*as_safetensors, folder=folder)
+        run(flightrec, "pack", incident, "--output", "packed", "--filter", "zstd", folder=folder)
     print(f"{wheel.name} works outside the checkout")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flightrec.analysis.blame import Finding
 from flightrec.analysis.verdict import Interval, name_of
-from flightrec.config.load import load_text
 from flightrec.errors import ConfigError
 from flightrec.records import Stage
 from flightrec.storage.rank import Rank
@@ -74,6 +73,8 @@ def _has_layers(rank: Rank, origin: Finding) -> bool:
 
 def _ring(rank: Rank) -> str:
     """Lines that keep more iterations than there were."""
+    from flightrec.config.load import load_text  # takes longer to import than all the rest, and is seldom needed
+
     try:
         iterations = load_text(rank.config_text).ring.iterations
     except ConfigError:  # of another version, say

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from flightrec.analysis.blame import Finding
 from flightrec.analysis.verdict import LIKELY, WEAK, Place, Verdict, name_of
 from flightrec.records import NO_MICROBATCH, Firing
@@ -23,7 +25,9 @@ def _began(verdict: Verdict, origin: Finding | None) -> list[str]:
     place = verdict.began.before
     if origin is None or place is None or place.key is None:
         return [_sentence(verdict.evidence[0])] if verdict.evidence else []
-    told = [f"In {_when(place)}, {_sentence(origin.evidence)}"]
+    # A rule's message ends with the iteration, which the sentence begins with.
+    evidence = re.sub(rf", iteration {place.iteration}\b", "", origin.evidence)
+    told = [f"In {_when(place)}, {_sentence(evidence)}"]
     after, between = verdict.began.after, verdict.began.between
     by = f"; between them, not recorded: {', '.join(between)}" if between else ""
     if after == place:
@@ -43,7 +47,7 @@ def _why(verdict: Verdict) -> str:
 
 def _more(verdict: Verdict) -> list[str]:
     told = []
-    if verdict.elements is not None:
+    if verdict.elements is not None and verdict.elements.numel > 1:
         told.append(f"At fault: {verdict.elements.where}.")
     if verdict.precursors:
         told.append(f"Before it, {_sentence(verdict.precursors[0].sentence)}")

@@ -25,6 +25,12 @@ Progress = Callable[[int, int, str], None]
 """Told bytes done, bytes in all, and what is compared next."""
 
 AGREES = "The recorded numbers agree: what went wrong was in the model's own numbers, not in quantizing or multiplying."
+CODES_AGREE = (
+    "The recorded codes agree: quantizing did as it should. Whether multiplying did, no compared product tells."
+)
+PRODUCTS_AGREE = (
+    "The recorded products agree: multiplying did as it should. Whether quantizing did, no compared codes tell."
+)
 DIFFERS = (
     "Recorded numbers do not agree: a kernel, the hardware, or a scale that does not belong to its tensor is at fault."
 )
@@ -54,7 +60,12 @@ class Verified:
     @property
     def sentence(self) -> str:
         """What it means."""
-        return DIFFERS if self.mismatches else AGREES if self.compared else NOTHING
+        if self.mismatches:
+            return DIFFERS
+        kinds = {outcome.what for outcome in self.compared}
+        if not kinds:
+            return NOTHING
+        return {("codes",): CODES_AGREE, ("product",): PRODUCTS_AGREE}.get(tuple(kinds), AGREES)
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data, as ``docs/verify.md`` has it."""
