@@ -28,6 +28,14 @@ AGREES = "The recorded numbers agree: what went wrong was in the model's own num
 DIFFERS = (
     "Recorded numbers do not agree: a kernel, the hardware, or a scale that does not belong to its tensor is at fault."
 )
+ONLY_CODES = (
+    "The recorded codes agree with their tensors: quantizing was not at fault. Whether multiplying was is not known: "
+    "no product could be compared."
+)
+ONLY_PRODUCTS = (
+    "The recorded products agree with their operands: multiplying was not at fault. Whether quantizing was is not "
+    "known: no codes could be compared."
+)
 NOTHING = "Nothing could be compared; the reasons are below."
 
 
@@ -54,7 +62,12 @@ class Verified:
     @property
     def sentence(self) -> str:
         """What it means."""
-        return DIFFERS if self.mismatches else AGREES if self.compared else NOTHING
+        compared = {outcome.what for outcome in self.compared}
+        if self.mismatches or not compared:
+            return DIFFERS if self.mismatches else NOTHING
+        if len(compared) == 2:
+            return AGREES
+        return ONLY_CODES if "codes" in compared else ONLY_PRODUCTS
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data, as ``docs/verify.md`` has it."""
