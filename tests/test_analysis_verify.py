@@ -135,6 +135,7 @@ def test_products_agree_and_one_wrong_row_is_found(tmp_path: Path, name: str, bi
     assert found.sentence == (AGREES if any(outcome.what == "codes" for outcome in found.compared) else PRODUCTS_AGREE)
     assert [outcome.side for outcome in found.outcomes if outcome.what == "product"] == ["forward", "dgrad", "wgrad"]
     assert all(not outcome.why_not for outcome in found.outcomes)
+    assert found.sentence == AGREES
     told = " ".join(note for outcome in found.outcomes for note in outcome.notes)
     assert ("bias" in told) == bias
     assert ("projections" in told) == (max_terms == 1)

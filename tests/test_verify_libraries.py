@@ -12,6 +12,7 @@ import torch
 from storage_samples import Sample, statistics
 from verify_samples import values_of, write
 
+import flightrec
 from flightrec.analysis.verify import verify
 from flightrec.records import Key
 from flightrec.sources.extract import extract
@@ -97,3 +98,26 @@ def test_nvfp4_of_transformer_engines_reference(tmp_path: Path, options: dict[st
     quantizer = reference_nvfp4.NVFP4QuantizerRef(dtype=reference_utils.Fp4Formats.E2M1, **options)
     x = tensor_of(4)
     agrees(tmp_path, x, quantizer.quantize(x))
+
+
+def test_a_healthy_torchao_training_of_several_microbatches_agrees(tmp_path: Path) -> None:
+    """What is recorded as wgrad is the parameter's gradient: from the second microbatch on a sum, and no fault."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 32))
+    convert_to_float8_training(model, config=Float8LinearConfig(emulate=True))
+    tensors = ["activation", "weight", "output", "gradient", "dgrad", "wgrad"]
+    select = [{"layers": "*", "tensors": tensors}]
+    with flightrec.Recorder({"select": select, "budget": "none"}, directory=tmp_path) as recorder:
+        recorder.attach(model)
+        for seed in (1, 2):
+            model(tensor_of(seed).reshape(-1, 32).float().requires_grad_()).square().mean().backward()
+        recorder.trigger("to look at")
+        recorder.step()
+    (folder,) = tmp_path.iterdir()
+    with read.open_incident(folder) as incident:
+        found = verify(incident)
+    assert not found.mismatches, found.mismatches
+    agreeing = {(one.where.key.tensor, one.where.key.microbatch) for one in found.outcomes if not one.why_not}
+    assert {(tensor, number) for tensor in tensors for number in (0, 1)} - agreeing == {("wgrad", 1), ("weight", 1)}
+    assert any("parameter.grad" in outcome.why_not for outcome in found.outcomes)

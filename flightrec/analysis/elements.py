@@ -182,7 +182,7 @@ def _where(found: Elements) -> str:
     if found.columns and len(found.shape) > 1 and found.num_faulty == len(found.columns) * num_rows:
         return f"{some}: {_listed('column', found.columns)} of {num_columns[0]} as a whole"
     shown = ", ".join(str(list(index)) for index in found.indices[:4])
-    return f"{some}, first at {shown}" + (", ..." if found.num_faulty > 4 else "")
+    return f"{some}, first at {shown}" + (" and others" if found.num_faulty > 4 else "")
 
 
 def _listed(word: str, numbers: tuple[int, ...]) -> str:

@@ -30,6 +30,7 @@ _GEMM = {"forward": "fp8_gemm_fprop", "dgrad": "fp8_gemm_dgrad", "wgrad": "fp8_g
 _NARROW = ((8, 9), (9, 0))
 """Compute capabilities whose tensor cores keep about 14 bits of FP8 products' sums."""
 _RUNNING_SUM = "a running sum over microbatches (main_grad): what was there before the product is not recorded"
+_SUM_OF_CALLS = "it is parameter.grad, which also holds what earlier microbatches, calls or steps left there"
 _PARAMETER = "the parameter's gradient as autograd accumulated it, not the result of one product"
 
 
@@ -146,6 +147,9 @@ def _product(out: Record, known: Callable[..., list[Record]], environment: Mappi
         return Product(direction, out, why_not="only one operand was Hadamard-transformed")
     if any(not str(info.get("class_name", "")).startswith(("transformer_engine.", "torchao.")) for info in infos):
         doubts.append("nothing says that this layer's result is the plain product of these operands")
+    if direction == "wgrad" and any(str(info.get("class_name", "")).startswith("torchao.") for info in infos):
+        # torchao's products return to autograd; what is recorded is the sum that autograd keeps of them.
+        doubts.append(_SUM_OF_CALLS)
     unit, chain, notes = _accumulation(direction, infos, environment)
     doubt = next((doubt for doubt in doubts if doubt), "")
     return Product(direction, out, tuple(operands), doubt=doubt, notes=notes, unit=unit, chain=chain)
