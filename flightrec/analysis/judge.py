@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from flightrec.analysis.blame import NONFINITE, Finding, blame
-from flightrec.analysis.causes import HOST_KINDS, Cause, find_cause
+from flightrec.analysis.causes import HOST_KINDS, QUANTIZER_KINDS, Cause, find_cause
 from flightrec.analysis.changes import Change, find_changes
 from flightrec.analysis.elements import Elements, find_elements
 from flightrec.analysis.interval import find_interval, side_of
 from flightrec.analysis.missing import find_missing
+from flightrec.analysis.quantizing import unchanged_scale
 from flightrec.analysis.story import tell
 from flightrec.analysis.verdict import LIKELY, WEAK, Interval, Verdict, name_of
 from flightrec.analysis.window import find_jumps
@@ -125,6 +126,9 @@ def _changes(rank: Rank, origin: Finding) -> tuple[Change, ...]:
     found = find_changes(rank, until=(origin.attempt, origin.iteration))
     if not found:
         found = find_jumps(rank, until=(origin.attempt, origin.iteration))
+    unchanged = unchanged_scale(rank, origin) if origin.kind in QUANTIZER_KINDS else None
+    if unchanged is not None:
+        found = sorted([*found, unchanged], key=lambda change: change.iteration)
     return tuple(_labelled(rank, origin, found))
 
 
