@@ -93,6 +93,8 @@ def _last_clean(rank: Rank, record: int, faulty: Collection[int]) -> int | None:
     one = table[record]
     clean = np.isin(table["phase"], [*_PHASES, one["phase"]]) & (table["attempt"] == one["attempt"])
     clean[list(faulty)] = False
+    if one["stage"] == Stage.LOSS.value.encode():  # another form of the same number is no operand
+        clean &= table["stage"] != one["stage"]
     here = np.flatnonzero(clean & (table["iteration"] == one["iteration"]))
     microbatch = table["microbatch"][here]
     if one["microbatch"] != NO_MICROBATCH:
