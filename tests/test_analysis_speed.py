@@ -34,7 +34,8 @@ def write(folder: Path, tensor: str, steps: dict[int, float], *, rates: list[lis
     )  # fmt: skip
     one = Sample(Key("fc", "output", microbatch=0), {}, statistics(numel=8, nan_count=0, amax=1.0))
     loss = Sample(LOSS, {}, statistics(numel=1, nan_count=0, amax=9.0))
-    samples = {NUM - 2: [one, loss], NUM - 1: [one, loss]}
+    mean = Sample(Key("", "loss", "mean", 0, stage=Stage.LOSS), {}, statistics(numel=1, nan_count=0, amax=9.0))
+    samples = {NUM - 2: [one, mean, loss], NUM - 1: [one, mean, loss]}
     entries = iterations(samples)
     for entry, values_of in zip(entries, rates, strict=True):
         entry.facts["optimizer"] = {"groups": [{"lr": rate} for rate in values_of]}
