@@ -199,3 +199,44 @@ def test_elements_need_the_payload_and_tell_when_it_is_damaged(tmp_path: Path) -
         verdict = incident.verdict(elements=True)
     assert verdict.elements is None
     assert "cannot be read" in verdict.evidence[-1]
+
+
+GOOD = [seen("fc", "weight"), seen("fc"), WGRAD]
+
+
+@pytest.mark.parametrize(
+    ("before", "kind"),
+    [
+        (GOOD, ("optimizer", "likely")),  # weight and gradient were clean: only the update lies between
+        (GOOD[:2], ("numbers", "weak")),  # nobody saw the gradient
+        ([*GOOD, seen("fc", "weight", Stage.AFTER_STEP)], ("numbers", "weak")),  # clean behind the update: other code
+    ],
+)
+def test_a_weight_that_was_clean_an_iteration_before(before, kind, tmp_path: Path) -> None:
+    bad = seen("fc", "weight", nan_count=1)
+    verdict = judged(tmp_path, {4: before, 5: [seen("fc", "activation"), bad, seen("fc", nan_count=8)]})
+    assert (verdict.kind, verdict.confidence) == kind
+    assert (verdict.began.after.key.tensor, verdict.began.after.iteration) == ("weight", 4)
+
+
+@pytest.mark.parametrize(
+    ("bad", "kind"),
+    [
+        ([(4, slice(None)), (5, slice(None))], ("padding", "likely")),  # whole rows to the end
+        ([(4, slice(0, 2)), (5, slice(3, 4))], ("padding", "weak")),  # what was in the memory is NaN here and there
+        ([(5, slice(None))], ("padding", "likely")),
+        ([(5, slice(0, 2))], ("numbers", "likely")),  # a part of the last row is no tail
+        ([(3, slice(None)), (5, slice(None))], ("numbers", "likely")),
+    ],
+)
+def test_a_tail_is_told_from_values_near_the_end(bad, kind, tmp_path: Path) -> None:
+    values = np.ones((6, 4), np.float32)
+    for row, columns in bad:
+        values[row, columns] = np.nan
+    key = Key("op", "output", microbatch=0)
+    count = int(np.isnan(values).sum())
+    samples = {5: [seen("fc"), plain(key, values.tolist(), nan_count=count)]}
+    write_incident(tmp_path, samples, [firing(key, 5)], index=False)
+    with open_incident(tmp_path) as incident:
+        verdict = incident.verdict(elements=True)
+    assert (verdict.kind, verdict.confidence, verdict.elements.num_faulty) == (*kind, count)

@@ -182,6 +182,7 @@ def test_f10_the_overflowing_product_is_blamed(tmp_path):
     assert began(verdict) == ("fc weight 0.0", "fc output 0.0")
     assert verdict.began.between == ("the operation of fc",)
     assert verdict.evidence[1] == "activation and weight of fc are finite."
+    assert verdict.evidence[2] == "it is float16, which ends at 65504: what is beyond is Inf."
     assert (verdict.elements.num_faulty, verdict.elements.rows, verdict.elements.columns) == (8, (0, 1), (0, 1, 2, 3))
     assert verdict.precursors == ()
     assert verdict.story == (

@@ -90,11 +90,16 @@ def test_f01_a_frozen_scale_saturates_and_its_evidence_is_kept(tmp_path):
         assert record.quantized.components["scale"] == 1
         assert not record.quantized.components["amax_history"].any()
     verdict = judged(incident)
-    assert kind_of(verdict) == ("scale", "likely")
+    assert kind_of(verdict) == ("scale", "certain")
     assert began(verdict) == ("fc1 gradient 3.0", "fc1 gradient 3.0")
     assert verdict.began.between == ("quantization of fc1 gradient",)
     assert "unchanged for at least 3 iterations, while amax went between" in verdict.evidence[1]
-    assert (verdict.elements, verdict.precursors, verdict.missing) == (None, (), ())
+    assert "% of the values are clipped, the largest is 8.5" in verdict.evidence[2]
+    assert "amax history holds zeros only" in verdict.evidence[3]
+    told = [(change.statistic, change.iteration, change.growing_iterations) for change in verdict.precursors]
+    assert told == [("amax", 0, 3), ("scale_max", 0, 0)]
+    assert {c.statistic for c in verdict.changes if c.label == "origin"} >= {"clipped_share", "quantization_error"}
+    assert (verdict.elements, verdict.missing) == (None, ())
     assert [round(math.log10(record.statistics["range_ratio"] * 448)) for record in records] == [1, 2, 3, 4, 4]
 
 
@@ -134,7 +139,9 @@ def test_f03_codes_of_another_scale_are_blamed_in_their_microbatch(tmp_path):
     assert first.statistics["scale_max"] == 1
     assert second.statistics["scale_inverse_error"] < 1e-6
     verdict = judged(incident)
-    assert (kind_of(verdict), began(verdict)) == (("quantization", "likely"), ("fc weight 0.1", "fc weight 0.1"))
+    assert (kind_of(verdict), began(verdict)) == (("scale", "likely"), ("fc weight 0.1", "fc weight 0.1"))
+    assert "the scale went from 1 to " in verdict.evidence[2]
+    assert "since iteration 0, microbatch 0" in verdict.evidence[2]
     assert (verdict.elements, verdict.precursors, verdict.missing) == (None, (), ())
 
 
@@ -170,6 +177,7 @@ def test_f04_an_infinite_scale_is_blamed_on_the_quantized_side(tmp_path):
     verdict = judged(incident)
     assert (kind_of(verdict), began(verdict)) == (("scale", "certain"), ("lora_B output 0.0", "lora_B output 0.0"))
     assert (verdict.elements.component, verdict.elements.num_faulty, verdict.precursors) == ("data", 32, ())
+    assert "its amax is 0, and what is divided by that is not finite" in verdict.evidence[1]
 
 
 def test_f04_a_denormal_amax_overflows_the_scale_as_well(tmp_path):
@@ -258,7 +266,9 @@ def test_f06_zeros_in_place_of_gradients_are_blamed(tmp_path):
     assert 1e-3 < record.statistics["amax"] < 1e-2
     assert record.statistics["quantized_zero_count"] == 64
     verdict = judged(incident)
-    assert (kind_of(verdict), began(verdict)) == (("quantization", "likely"), ("fc2 gradient 0.0", "fc2 gradient 0.0"))
+    assert (kind_of(verdict), began(verdict)) == (("quantization", "certain"), ("fc2 gradient 0.0", "fc2 gradient 0.0"))
+    assert verdict.evidence[1].startswith("64 of 64 codes are zero")
+    assert "puts the largest value at 1 x the format's range" in verdict.evidence[2]
     assert (verdict.elements, verdict.precursors, verdict.missing) == (None, (), ())
 
 

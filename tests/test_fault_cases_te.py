@@ -57,9 +57,10 @@ def test_f01_a_scale_that_no_amax_reaches_saturates(tmp_path: Path) -> None:
         assert record.quantized.metadata["class_name"].endswith("Float8Tensor")
         assert record.quantized.metadata["metadata"]["recipe"]["margin"] == 0
     verdict = judged(incident)
-    assert (kind_of(verdict), began(verdict)) == (("scale", "likely"), ("fc1 gradient 3.0", "fc1 gradient 3.0"))
+    assert (kind_of(verdict), began(verdict)) == (("scale", "certain"), ("fc1 gradient 3.0", "fc1 gradient 3.0"))
     assert "unchanged for at least 3 iterations, while amax went between" in verdict.evidence[1]
-    assert (verdict.elements, verdict.precursors, verdict.missing) == (None, (), ())
+    assert [(change.statistic, change.iteration) for change in verdict.precursors] == [("amax", 0), ("scale_max", 0)]
+    assert (verdict.elements, verdict.missing) == (None, ())
     assert [round(math.log10(record.statistics["range_ratio"] * 448)) for record in records] == [1, 2, 3, 4, 4]
 
 
@@ -96,7 +97,7 @@ def test_f03_codes_of_another_scale_are_blamed_in_their_microbatch(tmp_path: Pat
     assert incident.trigger.value == pytest.approx(0.9998, abs=2e-4)
     assert {finding.key.microbatch for finding in incident.blame()} == {1}
     verdict = judged(incident)
-    assert (kind_of(verdict), began(verdict)) == (("quantization", "likely"), ("fc weight 0.1", "fc weight 0.1"))
+    assert (kind_of(verdict), began(verdict)) == (("scale", "likely"), ("fc weight 0.1", "fc weight 0.1"))
     assert (verdict.elements, verdict.precursors, verdict.missing) == (None, (), ())
     first, second = incident.records(layer="fc", tensor="weight", iteration=0)
     assert np.array_equal(first.quantized.components["data"], second.quantized.components["data"])

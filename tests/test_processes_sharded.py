@@ -169,6 +169,9 @@ def test_tensor_parallel_shards_are_scanned_on_one_rank_alone_and_blamed_there(t
     np.testing.assert_array_equal(record.high_precision, known[1]["shard"])
     assert record.metadata["metadata"]["global_shape"] == [3, 5]
     assert record.metadata["metadata"]["local_offset"] == [2, 0]
+    verdict = incident.verdict(elements=True)
+    assert (verdict.kind, verdict.began.before.rank, verdict.began.before.key.layer) == ("numbers", 1, "shard")
+    assert verdict.elements.indices == ((0, 3),)
     (record,) = incident.records(layer="partial")
     assert record.metadata["metadata"]["placements"] == ["Partial(sum)"]
     (record,) = incident.records(layer="uneven")

@@ -315,6 +315,11 @@ def test_clipping_by_a_norm_that_is_no_number_is_blamed_on_the_clipping(device, 
     incident = only(tmp_path)
     first = incident.blame()[0]
     assert (first.iteration, first.key.tensor, first.key.stage) == (3, "wgrad", Stage.CLIPPED)
+    verdict = incident.verdict(elements=True)
+    assert (verdict.kind, verdict.confidence, verdict.precursors) == ("optimizer", "certain", ())
+    assert verdict.began.between == ("clipping of the gradients",)
+    assert (verdict.began.after.key.stage, verdict.began.after.iteration) == (Stage.REDUCED, 3)
+    assert verdict.elements.num_faulty == verdict.elements.numel
     (reduced,) = incident.records(layer="head", tensor="wgrad", part="", iteration=3, stage="reduced")
     (backward,) = incident.records(layer="head", tensor="wgrad", part="", iteration=3, stage="backward")
     assert np.array_equal(reduced.high_precision, backward.high_precision)

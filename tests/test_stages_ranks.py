@@ -122,6 +122,12 @@ def test_a_nan_of_one_ranks_backward_is_on_both_only_once_reduced(device, view, 
             Stage.BACKWARD if rank == 1 else Stage.REDUCED,
         )
         assert first.key.microbatch == (microbatches - 1 if rank == 1 else NO_MICROBATCH)
+        verdict = incident.verdict(elements=True)  # each rank wrote its own, and knows of no other
+        assert (verdict.kind, verdict.confidence) == (("numbers" if rank else "communication"), "likely")
+        assert verdict.began.between == (
+            "backward of the operation of blocks.0.fc1" if rank else "communication of the gradients",
+        )
+        assert verdict.elements.rows == (2,)
 
     # In a healthy iteration what was reduced is the mean of both ranks' sums, the same on both.
     healthy = {"layer": "head", "tensor": "wgrad", "part": "", "iteration": 2}

@@ -10,18 +10,16 @@ import numpy.typing as npt
 
 from flightrec.analysis.blame import NONFINITE, Finding
 from flightrec.analysis.elements import Elements
+from flightrec.analysis.quantizing import tell_quantizing, tiny_amax
 from flightrec.analysis.verdict import CERTAIN, LIKELY, WEAK, Interval, name_of
 from flightrec.records import NO_MICROBATCH, Firing, Stage
 from flightrec.storage.rank import Rank
-from flightrec.storage.record import Record
 
 HOST_KINDS = ("exception", "hang", "manual")
 """Kinds of rules about the run, not about its numbers."""
 
-STALE_ITERATIONS = 2
-"""A scale that stood still for so long while its tensor's amax moved by ``STALE_FACTOR`` is called stale."""
-
-STALE_FACTOR = 4.0
+QUANTIZER_KINDS = ("underflow", "quantization_error", "saturation", "stale_scale")
+"""Rules whose finding the statistics of its record may explain better."""
 
 _OPERANDS = ("activation", "weight", "input", "gradient")
 _TOKENS = ("input", "activation", "output", "gradient", "dgrad")
@@ -83,7 +81,8 @@ def find_cause(ranks: Sequence[Rank], origin: Finding, interval: Interval, eleme
     if elements is not None and _is_unwritten_tail(origin, elements):
         last = elements.shape[0] - 1
         words = f"only the rows {elements.valid_rows} to {last} are bad: padding or a tail that no kernel wrote"
-        return Cause("padding", LIKELY, words, (origin.evidence, elements.where))
+        whole = elements.num_faulty * elements.shape[0] == elements.numel * (last + 1 - elements.valid_rows)
+        return Cause("padding", LIKELY if whole else WEAK, words, (origin.evidence, elements.where))
     if origin.side in ("quantized", "scale"):
         return _of_quantization(rank, origin)
     return _of_stage(ranks, rank, origin, interval)
@@ -92,7 +91,10 @@ def find_cause(ranks: Sequence[Rank], origin: Finding, interval: Interval, eleme
 def _is_unwritten_tail(origin: Finding, elements: Elements) -> bool:
     """Whether rows at the end are bad and none before, in a tensor whose rows are samples or tokens."""
     is_tokens = origin.key is not None and origin.key.tensor in _TOKENS and len(elements.shape) > 1
-    return is_tokens and elements.is_tail and elements.num_faulty > 1 and origin.side == "high_precision"
+    if not is_tokens or not elements.is_tail or origin.side != "high_precision":
+        return False
+    num_rows = elements.shape[0] - elements.valid_rows
+    return num_rows > 1 or elements.num_faulty * elements.shape[0] == elements.numel  # a part of one row: no tail
 
 
 def _host(kind: str) -> str:
@@ -109,37 +111,21 @@ def _of_rule(rank: Rank, origin: Finding) -> Cause:
     cause = Cause(kind, confidence, sentence, (origin.evidence,))
     if origin.key is not None and origin.key.stage is Stage.AFTER_STEP and kind == "numbers":
         return replace(cause, kind="optimizer", sentence="the optimizer's update made the parameter grow")
-    if kind == "quantization" and origin.record >= 0:
-        stale = stale_scale(rank, origin.record)
-        if stale:
-            return Cause("scale", LIKELY, "the scale is stale: it did not follow its tensor", (origin.evidence, stale))
+    told = tell_quantizing(rank, origin) if origin.kind in QUANTIZER_KINDS and origin.record >= 0 else None
+    if told is not None:
+        sure = CERTAIN if told.is_certain or (confidence == CERTAIN and kind == "scale" and told.is_scale) else LIKELY
+        return Cause(
+            "scale" if told.is_scale else "quantization", sure, told.sentence, (origin.evidence, *told.evidence)
+        )
     return cause
-
-
-def stale_scale(rank: Rank, record: int) -> str:
-    """A sentence if the scale of a record stood still while the amax of its tensor moved, else empty."""
-    age = Record(rank, record).scale_age
-    if age is None or age.unchanged_iterations < STALE_ITERATIONS:
-        return ""
-    table = rank.records
-    now = table[record]
-    same = (table["attempt"] == now["attempt"]) & (table["iteration"] >= now["iteration"] - age.unchanged_iterations)
-    for column in ("layer", "tensor", "part", "microbatch", "phase", "call", "stage"):
-        same &= table[column] == now[column]
-    amax = table["amax"][same]
-    amax = amax[np.isfinite(amax) & (amax > 0)]
-    if not len(amax) or amax.max() < STALE_FACTOR * amax.min():
-        return ""
-    return f"the scale is {age}, while amax went between {amax.min():.4g} and {amax.max():.4g}."
 
 
 def _of_quantization(rank: Rank, origin: Finding) -> Cause:
     clean = "" if np.isnan(rank.records[origin.record]["numel"]) else ", while the tensor before is finite"
     confidence = CERTAIN if clean else LIKELY
     if origin.side == "scale" or origin.numbers.get("scale_nonfinite_count"):
-        return Cause(
-            "scale", confidence, f"the scale of {name_of(origin.key)} is NaN or Inf{clean}", (origin.evidence,)
-        )
+        why = tuple(filter(None, [origin.evidence, tiny_amax(rank.records[origin.record])]))
+        return Cause("scale", confidence, f"the scale of {name_of(origin.key)} is NaN or Inf{clean}", why)
     return Cause("quantization", confidence, f"the codes of {name_of(origin.key)} are bad{clean}", (origin.evidence,))
 
 
@@ -167,13 +153,23 @@ def _of_numbers(rank: Rank, origin: Finding, interval: Interval) -> Cause:
     ]
     if key.tensor in ("output", "dgrad", "wgrad") and operands:
         clean = f"{_listed([other.tensor for other in operands])} of {key.layer or 'the model'} are finite."
-        return Cause("numbers", CERTAIN, f"{name} came out bad of operands that are clean", (origin.evidence, clean))
+        evidence = tuple(filter(None, [origin.evidence, clean, _overflow(rank, origin)]))
+        return Cause("numbers", CERTAIN, f"{name} came out bad of operands that are clean", evidence)
     if interval.after is None:
         return Cause("numbers", WEAK, f"{name} is bad, and no record before it is clean", (origin.evidence,))
     clean = f"{interval.after.name} was recorded before it and is finite."
     return Cause(
         "numbers", LIKELY, f"{name} is bad in high precision, before any quantization", (origin.evidence, clean)
     )
+
+
+def _overflow(rank: Rank, origin: Finding) -> str:
+    """A sentence if the tensor holds Inf and no NaN in a format that ends early, else empty."""
+    dtype = rank.names[int(rank.records["dtype"][origin.record])]
+    infinite = origin.numbers.get("positive_inf_count", 0) + origin.numbers.get("negative_inf_count", 0)
+    if dtype != "float16" or not infinite or origin.numbers.get("nan_count"):
+        return ""
+    return "it is float16, which ends at 65504: what is beyond is Inf."
 
 
 def _of_loss(rank: Rank, origin: Finding) -> Cause:
@@ -213,10 +209,30 @@ def _of_start(rank: Rank, origin: Finding, interval: Interval) -> Cause:
     if first is not None and (first.attempt, first.iteration, first.tick) == (origin.attempt, origin.iteration, 0):
         words = f"{name} was bad when recording began: initialisation or a checkpoint"
         return Cause("numbers", CERTAIN, words, (origin.evidence,))
+    updated = _updated(rank, origin, interval)
+    if updated:
+        words = (
+            f"the optimizer's update behind iteration {interval.after.iteration if interval.after else 0} made it bad"
+        )
+        return Cause("optimizer", LIKELY, words, (origin.evidence, updated))
     if interval.after is not None:
         words = f"{name} became bad between two iterations, outside of what is recorded"
         return Cause("numbers", WEAK, words, (origin.evidence, f"{interval.after.name} was still finite."))
     return Cause("unknown", WEAK, f"{name} was bad already when the window begins", (origin.evidence,))
+
+
+def _updated(rank: Rank, origin: Finding, interval: Interval) -> str:
+    """A sentence if a state was clean in an iteration before, its gradients too, and only the update lies between."""
+    after = interval.after
+    assert origin.key is not None
+    if after is None or after.key is None or after.iteration >= origin.iteration:
+        return ""
+    if after.key.layer != origin.key.layer or after.key.stage is Stage.AFTER_STEP:
+        return ""
+    then = replace(origin, iteration=after.iteration)
+    if not len(_gradients(rank, then, before=Stage.AFTER_STEP)):
+        return ""
+    return f"{after.name} and its gradients are finite in iteration {after.iteration}."
 
 
 def _of_optimizer(rank: Rank, origin: Finding) -> Cause:

@@ -35,6 +35,8 @@ _SIDE_OF_RULE = {
     "inconsistent_scale": "scale",
 }
 
+_STATE = ("weight", "parameter")
+
 _ATTENTION_IN = re.compile(r"(qkv|[qkv]_proj|query|key|value|c_attn)\w*$")
 _ATTENTION_OUT = re.compile(r"(proj|o_proj|out_proj|c_proj|dense|to_out)(\.\d+)?$")
 _MLP_IN = re.compile(r"(fc1|up_proj|gate_proj|gate_up_proj|c_fc|w1|w3|dense_h_to_4h)$")
@@ -64,7 +66,8 @@ def find_interval(rank: Rank, origin: Finding, faulty: Collection[int]) -> Inter
     if side in ("quantized", "scale") and not np.isnan(rank.records[origin.record]["numel"]):
         return Interval(before, before, operations(origin.key, origin.key, side))
     with files.reading(rank.facts_path, "/records"):
-        row = _last_clean(rank, origin.record, faulty)
+        row = _state_before(rank, origin, faulty)
+        row = _last_clean(rank, origin.record, faulty) if row is None else row
     if row is None:
         return Interval(None, before, operations(None, origin.key, side))
     after = place_of(rank, row)
@@ -90,6 +93,8 @@ def _last_clean(rank: Rank, record: int, faulty: Collection[int]) -> int | None:
     one = table[record]
     clean = np.isin(table["phase"], [*_PHASES, one["phase"]]) & (table["attempt"] == one["attempt"])
     clean[list(faulty)] = False
+    if one["stage"] == Stage.LOSS.value.encode():  # another form of the same number is no operand
+        clean &= table["stage"] != one["stage"]
     here = np.flatnonzero(clean & (table["iteration"] == one["iteration"]))
     microbatch = table["microbatch"][here]
     if one["microbatch"] != NO_MICROBATCH:
@@ -101,6 +106,27 @@ def _last_clean(rank: Rank, record: int, faulty: Collection[int]) -> int | None:
     earlier = np.flatnonzero(clean & (table["iteration"] < one["iteration"]))
     earlier = earlier[table["iteration"][earlier] == table["iteration"][earlier].max(initial=-1)]
     return int(earlier[_order(rank, earlier)[-1]]) if len(earlier) else None
+
+
+def _state_before(rank: Rank, origin: Finding, faulty: Collection[int]) -> int | None:
+    """Row of the same weight or parameter in the newest iteration before, if it is clean there; of others None.
+
+    A state is made of nothing in its own iteration: what was recorded before it there tells nothing.
+    """
+    key, table = origin.key, rank.records
+    assert key is not None
+    if key.tensor not in _STATE or key.stage is Stage.AFTER_STEP:
+        return None
+    one = table[origin.record]
+    same = (table["attempt"] == one["attempt"]) & (table["iteration"] < one["iteration"])
+    for column in ("layer", "tensor", "part", "phase"):
+        same &= table[column] == one[column]
+    rows = np.flatnonzero(same)
+    rows = rows[table["iteration"][rows] == table["iteration"][rows].max(initial=-1)]
+    if not len(rows):
+        return None
+    last = int(rows[_order(rank, rows)[-1]])
+    return None if last in faulty else last
 
 
 def _order(rank: Rank, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:

@@ -7,14 +7,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from flightrec.analysis import run_level
 from flightrec.analysis.blame import NONFINITE, Finding, blame
-from flightrec.analysis.causes import HOST_KINDS, Cause, find_cause
+from flightrec.analysis.causes import HOST_KINDS, QUANTIZER_KINDS, Cause, find_cause
 from flightrec.analysis.changes import Change, find_changes
 from flightrec.analysis.elements import Elements, find_elements
 from flightrec.analysis.interval import find_interval, side_of
-from flightrec.analysis.missing import find_missing
+from flightrec.analysis.missing import find_missing, older_than_window
+from flightrec.analysis.quantizing import unchanged_scale
+from flightrec.analysis.speed import find_speeds
 from flightrec.analysis.story import tell
-from flightrec.analysis.verdict import LIKELY, WEAK, Interval, Verdict, name_of
+from flightrec.analysis.verdict import WEAK, Interval, Verdict, name_of
 from flightrec.analysis.window import find_jumps
 from flightrec.errors import FlightrecError
 from flightrec.storage import files
@@ -57,10 +60,10 @@ def judge(
     with files.reading(rank.facts_path, "/records"):
         cause = find_cause(incident.ranks, first, interval, found)
     precursors = tuple(change for change in changes if change.label == "precursor")
-    if cause.kind == "loss" and precursors:
-        words = "the loss is not alone: numbers before it had grown"
-        cause = Cause("numbers", LIKELY, words, (*cause.evidence, f"{precursors[0].sentence}."))
+    cause = run_level.refine(rank, first, cause, precursors)
     missing, advice = find_missing(rank, origin, interval)
+    if not missing and first.kind in run_level.RULES and precursors:
+        missing, advice = older_than_window(rank, precursors[0])
     verdict = Verdict(
         kind=cause.kind,
         confidence=cause.confidence,
@@ -109,7 +112,7 @@ def _tied(first: Finding) -> list[str]:
 
 
 def _elements(rank: Rank, first: Finding, max_bytes: int | None) -> tuple[Elements | None, str]:
-    if first.record < 0:
+    if first.record < 0 or first.kind in run_level.RULES:  # of one number nobody needs to be told which
         return None, ""
     record = Record(rank, first.record)
     if max_bytes is not None and record.num_bytes > max_bytes:
@@ -125,6 +128,11 @@ def _changes(rank: Rank, origin: Finding) -> tuple[Change, ...]:
     found = find_changes(rank, until=(origin.attempt, origin.iteration))
     if not found:
         found = find_jumps(rank, until=(origin.attempt, origin.iteration))
+    if not found and origin.kind in run_level.RULES:
+        found = find_speeds(rank, until=(origin.attempt, origin.iteration))
+    unchanged = unchanged_scale(rank, origin) if origin.kind in QUANTIZER_KINDS else None
+    if unchanged is not None:
+        found = sorted([*found, unchanged], key=lambda change: change.iteration)
     return tuple(_labelled(rank, origin, found))
 
 

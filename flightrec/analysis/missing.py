@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from flightrec.analysis.blame import Finding
+from flightrec.analysis.changes import Change
 from flightrec.analysis.verdict import Interval, name_of
 from flightrec.errors import ConfigError
 from flightrec.records import Stage
@@ -13,6 +14,9 @@ _STATE = ("weight", "parameter")
 
 MORE = 4
 """How many times the ring's iterations are advised when the fault is older."""
+
+MOST = 1024
+"""Most iterations that a ring may have."""
 
 _WATCH = "triggers:\n  - kind: nonfinite\n  - kind: exception\n"
 _SELECT = (
@@ -60,6 +64,15 @@ def find_missing(rank: Rank, origin: Finding | None, interval: Interval) -> tupl
     return (), ""
 
 
+def older_than_window(rank: Rank, first: Change) -> tuple[tuple[str, ...], str]:
+    """As ``find_missing``, of a change that the history tells and the recorded iterations begin after."""
+    oldest = min((entry.iteration for entry in rank.iterations if entry.num_records), default=first.iteration)
+    if first.iteration >= oldest:
+        return (), ""
+    words = f"it began in iteration {first.iteration}, before the oldest recorded one ({oldest})."
+    return (words,), _ring(rank, beyond=oldest - first.iteration)
+
+
 def _is_state(origin: Finding) -> bool:
     assert origin.key is not None
     return origin.key.tensor in _STATE and origin.key.stage is not Stage.AFTER_STEP
@@ -71,12 +84,12 @@ def _has_layers(rank: Rank, origin: Finding) -> bool:
     return bool(((here["stage"] == b"forward") & (here["phase"] == b"train")).any())
 
 
-def _ring(rank: Rank) -> str:
-    """Lines that keep more iterations than there were."""
+def _ring(rank: Rank, *, beyond: int = 0) -> str:
+    """Lines that keep more iterations than there were, at least so many more, as far as a ring goes."""
     from flightrec.config.load import load_text  # takes longer to import than all the rest, and is seldom needed
 
     try:
         iterations = load_text(rank.config_text).ring.iterations
     except ConfigError:  # of another version, say
         iterations = max(1, len(rank.iterations))
-    return f"ring:\n  iterations: {MORE * iterations}\n"
+    return f"ring:\n  iterations: {min(MOST, max(MORE * iterations, iterations + beyond + 1))}\n"
