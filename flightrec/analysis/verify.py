@@ -65,7 +65,9 @@ class Verified:
         kinds = {outcome.what for outcome in self.compared}
         if not kinds:
             return NOTHING
-        return {("codes",): CODES_AGREE, ("product",): PRODUCTS_AGREE}.get(tuple(kinds), AGREES)
+        if len(kinds) > 1:
+            return AGREES
+        return CODES_AGREE if "codes" in kinds else PRODUCTS_AGREE
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON data, as ``docs/verify.md`` has it."""
