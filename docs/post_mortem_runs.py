@@ -1,6 +1,7 @@
 """The three runs of docs/post-mortem.md: small trainings, each with a fault that happens in real ones.
 
-Needs torch; on a CPU all three take some seconds. Each writes one incident into the folder that it is given.
+Needs torch; on a CPU all three take some seconds. Each writes one incident into the folder that it is given, and ends with the iteration in which the fault
+is noticed, so that a busy machine's incident has no longer history than an idle one's.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def empty_sample(directory: Path) -> None:
     sgd = torch.optim.SGD(net.parameters(), lr=1e-3)
     with flightrec.Recorder(config({"kind": "nonfinite"}), directory=directory, run_id="empty-sample") as recorder:
         recorder.attach(net, optimizer=sgd)
-        for iteration in range(12):
+        for iteration in range(10):
             x = torch.randn(8, 16)
             if iteration == 9:
                 x[5] = 0
@@ -103,7 +104,7 @@ def frozen_scale(directory: Path) -> None:
 
         recorder.attach(net, optimizer=sgd)
         net.blocks[1].fc2.register_forward_hook(forward)
-        for iteration in range(11):
+        for iteration in range(10):
             train(net, sgd, recorder, torch.randn(64, 16), weight=1.25**iteration)
 
 
@@ -117,7 +118,7 @@ def wrong_rate(directory: Path) -> None:
     rule = {"kind": "loss_jump", "window": 48, "min_samples": 32}
     with flightrec.Recorder(config(rule), directory=directory, run_id="wrong-rate") as recorder:
         recorder.attach(net, optimizer=sgd)
-        for iteration in range(100):
+        for iteration in range(96):
             if iteration == 90:
                 sgd.param_groups[1]["lr"] = 3.0
             train(net, sgd, recorder, torch.randn(64, 16))
