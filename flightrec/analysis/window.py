@@ -65,7 +65,8 @@ def find_jumps(rank: Rank, *, until: tuple[int, int]) -> list[Change]:
 def _statistics(table: npt.NDArray[np.void], rows: Rows) -> dict[str, Floats]:
     def of(name: str) -> Floats:
         there = name in (table.dtype.names or ())  # a file of an earlier minor version lacks the later ones
-        return np.asarray(table[name][rows]) if there else np.full(len(rows), np.nan)
+        found: Floats = table[name][rows] if there else np.full(len(rows), np.nan)
+        return found
 
     with np.errstate(divide="ignore", invalid="ignore"):
         return {
