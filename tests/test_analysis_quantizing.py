@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from storage_samples import Sample, firing, statistics, write_incident
 
+from flightrec.analysis.blame import blame
+from flightrec.analysis.causes import QUANTIZER_KINDS
 from flightrec.analysis.incident import open_incident
+from flightrec.analysis.judge import judge
 from flightrec.analysis.verdict import Verdict
 from flightrec.records import Key, Severity
 
@@ -82,3 +86,20 @@ def test_an_amax_without_a_lower_bound_is_told(amax: float, is_told: bool, tmp_p
     verdict = judged(tmp_path, {5: [bad]}, "nonfinite")
     assert (verdict.kind, verdict.confidence) == ("scale", "certain")
     assert any("no lower bound" in sentence for sentence in verdict.evidence) == is_told
+
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("kind", [*QUANTIZER_KINDS, "inconsistent_scale", "nonfinite"])
+@pytest.mark.parametrize("version", ["1.0", "1.1", "1.2", "1.3", "1.4"])
+def test_files_of_every_version_are_judged_by_what_they_hold(version: str, kind: str) -> None:
+    with open_incident(GOLDEN / f"incident-{version}.index.h5") as incident:
+        told = blame(incident)[0]
+        for rank in incident.ranks:
+            for row in range(len(rank.records)):
+                key, time = rank.key(rank.records[row]), int(rank.records["iteration"][row])
+                origin = replace(told, kind=kind, rank=rank.rank, key=key, iteration=time, record=row, side="quantized")
+                verdict = judge(incident, elements=True, findings=[origin])
+                assert verdict.kind in ("quantization", "scale", "loss", "optimizer", "numbers", "unknown")
+                assert verdict.evidence[0] == told.evidence

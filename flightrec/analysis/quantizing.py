@@ -62,6 +62,8 @@ def tell_quantizing(rank: Rank, origin: Finding) -> Told | None:
         if row["amax_history_max"] == 0:
             evidence.append("the recorded amax history holds zeros only: no amax ever reached the scale.")
         return Told(True, bool(clipped), "the scale is stale: it did not follow its tensor", tuple(evidence))
+    if "range_ratio" not in (row.dtype.names or ()):  # a file before 1.1
+        return None
     return _of_another_scale(rank, origin) or _lost(row)
 
 

@@ -63,14 +63,18 @@ def find_jumps(rank: Rank, *, until: tuple[int, int]) -> list[Change]:
 
 
 def _statistics(table: npt.NDArray[np.void], rows: Rows) -> dict[str, Floats]:
-    column = {name: table[name][rows] for name in ("squared_error", "sum_of_squares", "quantized_numel", "numel")}
+    def of(name: str) -> Floats:
+        there = name in (table.dtype.names or ())  # a file of an earlier minor version lacks the later ones
+        found: Floats = table[name][rows] if there else np.full(len(rows), np.nan)
+        return found
+
     with np.errstate(divide="ignore", invalid="ignore"):
         return {
-            "amax": table["amax"][rows],
-            "clipped_share": table["clipped_count"][rows] / column["quantized_numel"],
-            "saturated_share": table["quantized_saturated_count"][rows] / column["quantized_numel"],
-            "underflow_share": table["underflow_count"][rows] / (column["numel"] - table["zero_count"][rows]),
-            "quantization_error": np.sqrt(column["squared_error"] / column["sum_of_squares"]),
+            "amax": of("amax"),
+            "clipped_share": of("clipped_count") / of("quantized_numel"),
+            "saturated_share": of("quantized_saturated_count") / of("quantized_numel"),
+            "underflow_share": of("underflow_count") / (of("numel") - of("zero_count")),
+            "quantization_error": np.sqrt(of("squared_error") / of("sum_of_squares")),
         }
 
 
