@@ -135,6 +135,8 @@ def test_products_agree_and_one_wrong_row_is_found(tmp_path: Path, name: str, bi
     assert [outcome.side for outcome in found.outcomes if outcome.what == "product"] == ["forward", "dgrad", "wgrad"]
     assert all(not outcome.why_not for outcome in found.outcomes)
     assert found.sentence == AGREES
+    products = tuple(outcome for outcome in found.outcomes if outcome.what == "product")
+    assert Verified(products).sentence == PRODUCTS_AGREE
     told = " ".join(note for outcome in found.outcomes for note in outcome.notes)
     assert ("bias" in told) == bias
     assert ("projections" in told) == (max_terms == 1)
