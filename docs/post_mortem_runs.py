@@ -1,7 +1,7 @@
 """The three runs of docs/post-mortem.md: small trainings, each with a fault that happens in real ones.
 
-Needs torch; on a CPU all three take some seconds. Each writes one incident into the folder that it is given, and ends with
-the iteration in which the fault is noticed, so that the history in it is as long on a busy machine as on an idle one.
+Needs torch; on a CPU all three take some seconds. Each writes one incident into the folder that it is given, and ends
+with the iteration in which the fault is noticed, so that its history is as long on a busy machine as on an idle one.
 """
 
 from __future__ import annotations
