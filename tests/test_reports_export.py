@@ -48,7 +48,10 @@ OURS = ("flightrec", "h5py", "ml_dtypes", "safetensors")
 
 
 def run(folder: Path, *arguments: str, without: Sequence[str] = OURS) -> str:
-    """Run the script where flightrec, and what it needs, cannot be imported."""
+    """Run the script where flightrec, and what it needs, cannot be imported; all else is found as it is here.
+
+    Transformer Engine may be on ``PYTHONPATH``, which an isolated interpreter does not look at.
+    """
     forbid = f"""
 import runpy, sys
 class Refuse:
@@ -56,11 +59,13 @@ class Refuse:
         if name.partition(".")[0] in {tuple(without)!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Refuse())
-sys.path.insert(0, {str(folder)!r})
+sys.path[:0] = [{str(folder)!r}]
+sys.path += {[place for place in sys.path if place]!r}
 sys.argv = ["reproduce.py", *{list(arguments)!r}]
 runpy.run_path({str(folder / "reproduce.py")!r}, run_name="__main__")
 """
     done = subprocess.run([sys.executable, "-I", "-c", forbid], capture_output=True, text=True, check=False)
+    print(done.stdout, done.stderr, sep="\n")  # shown where a test fails
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -224,10 +224,12 @@ def with_transformer_engine(manifest: dict[str, Any], arrays: dict[str, np.ndarr
 
         build = importlib.import_module("te_tensors").build  # beside this file
     except Exception as error:
-        print(f"Transformer Engine cannot be used here ({type(error).__name__}); torch's numbers stand alone")
+        print(f"Transformer Engine cannot be used here; torch's numbers stand alone ({type(error).__name__}: {error})")
         return
     made = {}
     for name, entry in manifest["tensors"].items():
+        if not entry["sides"]:
+            continue
         names = {part: told["array"] for part, told in entry["components"].items() if part != "high_precision"}
         try:
             parts = {part: torch.from_numpy(arrays[array]).to(device) for part, array in names.items()}
@@ -237,37 +239,86 @@ def with_transformer_engine(manifest: dict[str, Any], arrays: dict[str, np.ndarr
             print(f"Transformer Engine, {name}: {type(error).__name__}: {error}")
             continue
         ours = dequantize(next(iter(entry["sides"].values())), arrays).reshape(found.shape)
-        same = bool(((found == ours) | (found.isnan() & ours.isnan())).all())
-        what = f"{type(made[name]).__name__} decodes to {'the same' if same else 'OTHER'} numbers"
-        print(f"Transformer Engine, {name}: {what}")
+        same = "the same" if same_numbers(found, ours).all() else "OTHER"
+        print(f"Transformer Engine, {name}: {type(made[name]).__name__} decodes to {same} numbers")
     if manifest["kind"] == "product" and device != "cpu":
         te_product(manifest, made, arrays)
 
 
 def te_product(manifest: dict[str, Any], made: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]]) -> None:
-    """The product by Transformer Engine's kernel."""
-    a, b, layout = {
-        "forward": ("weight", "activation", "TN"),
-        "dgrad": ("weight", "gradient", "NN"),
-        "wgrad": ("activation", "gradient", "NT"),
+    """The product by Transformer Engine's kernel, with the bias that was recorded, and into what a running sum held."""
+    a, b, layout, gemm = {
+        "forward": ("weight", "activation", "TN", "fp8_gemm_fprop"),
+        "dgrad": ("weight", "gradient", "NN", "fp8_gemm_dgrad"),
+        "wgrad": ("activation", "gradient", "NT", "fp8_gemm_wgrad"),
     }[manifest["product"]]
+    missing = [role for role in (a, b) if role not in made]
+    if missing:
+        print(f"Transformer Engine's product: {' and '.join(missing)} could not be made as its tensors")
+        return
+    entries = manifest["tensors"]
     try:
         from transformer_engine.pytorch.cpp_extensions import general_gemm
 
-        for tensor in (made[a], made[b]):
-            if layout != "TN":
-                tensor.update_usage(columnwise_usage=True)
-        result = general_gemm(made[a], made[b], out_dtype=torch.bfloat16, layout=layout)[0]
+        for role in (a, b):
+            if manifest["sides"][role] == "columnwise":  # Hopper multiplies TN only: the codes are transposed first
+                made[role].update_usage(columnwise_usage=True)
+        dtype = as_recorded(entries["output"]) if "output" in entries else torch.bfloat16
+        options: dict[str, Any] = {"out_dtype": dtype, "use_split_accumulator": is_split(entries, (a, b), gemm)}
+        if "bias" in entries:
+            options["bias"] = to_device(entries["bias"], arrays, made[a].device)
+        ways = {"": general_gemm(made[a], made[b], layout=layout, **options)[0].detach().cpu()}
+        if "before" in entries:
+            into = to_device(entries["before"], arrays, made[a].device)
+            general_gemm(made[a], made[b], layout=layout, out=into, accumulate=True, **options)
+            ways[", added to what the microbatch before had left"] = into.cpu()
     except Exception as error:
         print(f"Transformer Engine's product: {type(error).__name__}: {error}")
         return
-    tell("Transformer Engine's product", result.cpu())
-    entry = manifest["tensors"].get("output")
-    expected = None if entry is None else high_precision(entry, arrays)
-    if expected is not None and "bias" not in manifest["tensors"]:
-        result = result.cpu().float()
-        same = bool((result == expected.reshape(result.shape)).all())
-        print(f"  {'bit for bit the recorded output' if same else 'NOT bit for bit the recorded output'}")
+    tell("Transformer Engine's product", ways[""])
+    expected = high_precision(entries["output"], arrays) if "output" in entries else None
+    if expected is None:
+        return
+    for words, result in ways.items():
+        if same_numbers(result, expected.reshape(result.shape)).all():
+            print(f"  bit for bit the recorded output{words}")
+            return
+    result, expected = ways[""].float(), expected.reshape(ways[""].shape).float()
+    differ = ~same_numbers(result, expected)
+    distance = torch.where(differ, (result - expected).abs(), 0).nan_to_num(0, 0, 0).max()
+    print(f"  NOT bit for bit the recorded output: {int(differ.sum())} of {differ.numel()} elements differ, "
+          f"at most {float(distance):.6g} apart")  # fmt: skip
+    where(differ, "different")
+
+
+def to_device(
+    entry: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]], device: torch.device | str
+) -> torch.Tensor:
+    """A high-precision tensor in the dtype that it had."""
+    values = high_precision(entry, arrays)
+    assert values is not None
+    return values.to(device, as_recorded(entry)).contiguous()
+
+
+def as_recorded(entry: dict[str, Any]) -> torch.dtype:
+    """The dtype that a high-precision tensor had."""
+    dtype = getattr(torch, entry["components"]["high_precision"]["format"])
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def is_split(entries: dict[str, Any], roles: tuple[str, str], gemm: str) -> bool:
+    """Whether the kernel adds in a split accumulator: what the recipe says, else what Transformer Engine does."""
+    for role in roles:
+        recipe = (entries[role]["metadata"].get("metadata") or {}).get("recipe") or {}
+        if gemm in recipe:
+            return "true" in str(recipe[gemm]).lower()
+    return gemm != "fp8_gemm_fprop"
+
+
+def same_numbers(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Element by element; NaN is NaN."""
+    return (first == second) | (first.isnan() & second.isnan())
 
 
 def main() -> None:

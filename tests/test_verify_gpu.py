@@ -1,0 +1,92 @@
+"""A healthy training under Transformer Engine agrees with itself: on a GPU, and with the stand-in's kernels on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import te_cpu_modules
+import te_models
+import torch
+from te_layer_support import Layer, batch, loss_of, recipe_of, run
+
+import flightrec
+from flightrec.analysis.verify import Verified, verify
+from flightrec.storage import read
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TENSORS = ["activation", "weight", "output", "gradient", "dgrad", "wgrad"]
+CONFIG = {
+    "budget": "none",
+    "ring": {"iterations": 1},
+    "select": [{"tensors": TENSORS}],
+    "triggers": [{"kind": "manual"}],
+    "incident": {"after": 0},
+}
+OPERANDS = {"activation", "weight", "gradient"}
+DIRECTIONS = {"forward", "dgrad", "wgrad"}
+
+
+def verified(directory: Path) -> Verified:
+    """The one incident's outcomes, told whole where a test fails."""
+    (folder,) = directory.iterdir()
+    with read.open_incident(folder) as incident:
+        assert not incident.blind, incident.blind
+        found = verify(incident)
+    for outcome in found.outcomes:
+        key = outcome.where.key
+        print(key.layer, key.tensor, key.microbatch, outcome.what, outcome.side, outcome.why_not or "compared",
+              *outcome.notes, *outcome.mismatches, sep=" | ")  # fmt: skip
+    return found
+
+
+def compared(found: Verified) -> tuple[set[str], set[str]]:
+    """Tensors whose codes, and directions whose products, were compared."""
+    codes = {outcome.where.key.tensor for outcome in found.compared if outcome.what == "codes"}
+    products = {outcome.side for outcome in found.compared if outcome.what == "product"}
+    return codes & OPERANDS, products
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", te_models.RECIPES)
+def test_a_healthy_training_on_a_gpu_agrees(recipe: str, tmp_path: Path) -> None:
+    model = te_models.make(num_layers=1, stem=True)
+    with flightrec.Recorder(CONFIG | {"ring": {"iterations": 1, "memory": "1 GiB"}}, directory=tmp_path) as recorder:
+        recorder.attach(model)
+        te_models.train(
+            model, te_models.recipe_of(recipe), te_models.tokens(4, 2), recorder,
+            end=lambda iteration: recorder.trigger("look") if iteration == 3 else None,
+        )  # fmt: skip
+    found = verified(tmp_path)
+    assert not found.mismatches, found.mismatches
+    assert compared(found) == (OPERANDS, DIRECTIONS)
+    layers = {outcome.where.key.layer for outcome in found.compared if outcome.what == "product"}
+    assert len(layers) == 1 + len(te_models.PRODUCTS), layers
+
+
+@pytest.mark.parametrize("recipe", te_models.RECIPES)
+def test_a_healthy_training_with_the_stand_ins_kernels_agrees(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with te_cpu_modules.running(monkeypatch) as te:
+        train(te, recipe, tmp_path)
+    found = verified(tmp_path)
+    assert not found.mismatches, found.mismatches
+    assert compared(found) == (OPERANDS, DIRECTIONS)
+
+
+def train(te: Any, recipe: str, directory: Path) -> None:
+    torch.manual_seed(0)
+    model, words = Layer(te, "Linear"), recipe_of(te, recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with flightrec.Recorder(CONFIG, directory=directory) as recorder:
+        recorder.attach(model, optimizer=optimizer)
+        for iteration in range(3):
+            loss_of(run(te, model, batch(iteration), words)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if iteration == 2:
+                recorder.trigger("look")
+            recorder.step()
