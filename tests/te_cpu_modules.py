@@ -168,6 +168,8 @@ def decoded(tensor: Any, side: str = "rowwise") -> torch.Tensor:
     data = tensor._data
     if data is None:
         data = tensor._transpose.movedim(0, -1)
+    if side == "columnwise":  # this chip multiplies TN only
+        assert tensor._transpose is not None and not tensor._transpose_invalid, "the codes are not there transposed"
     return data.view(FP8_DTYPES[int(tensor._fp8_dtype)]).float() * tensor._scale_inv
 
 
@@ -245,7 +247,7 @@ def generic_gemm(
             {"a": copied(a, "rowwise" if transa else "columnwise"),
              "b": copied(b, "columnwise" if transb else "rowwise"),
              "layout": ("T" if transa else "N") + ("T" if transb else "N"),
-             "out": copied(made), "gelu_input": copied(gelu_input), "accumulate": accumulate}
+             "out": copied(made), "gelu_input": copied(gelu_input), "accumulate": accumulate, "split": split}
         )  # fmt: skip
     return made, bias_grad, gelu_input, extra_output
 

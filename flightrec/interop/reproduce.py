@@ -219,13 +219,22 @@ def differing(
 
 def with_transformer_engine(manifest: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]], device: str) -> None:
     """The same numbers and the same product from Transformer Engine's own classes, where they can be used."""
+    made = te_tensors_of(manifest, arrays, device)
+    if manifest["kind"] == "product" and device != "cpu" and made is not None:
+        te_product(manifest, made, arrays)
+
+
+def te_tensors_of(
+    manifest: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]], device: str
+) -> dict[str, Any] | None:
+    """Tensors of Transformer Engine by role, and whether they decode to the same numbers; None: it is not here."""
     try:
         import transformer_engine.pytorch  # noqa: F401
 
         build = importlib.import_module("te_tensors").build  # beside this file
     except Exception as error:
         print(f"Transformer Engine cannot be used here; torch's numbers stand alone ({type(error).__name__}: {error})")
-        return
+        return None
     made = {}
     for name, entry in manifest["tensors"].items():
         if not entry["sides"]:
@@ -241,8 +250,7 @@ def with_transformer_engine(manifest: dict[str, Any], arrays: dict[str, np.ndarr
         ours = dequantize(next(iter(entry["sides"].values())), arrays).reshape(found.shape)
         same = "the same" if same_numbers(found, ours).all() else "OTHER"
         print(f"Transformer Engine, {name}: {type(made[name]).__name__} decodes to {same} numbers")
-    if manifest["kind"] == "product" and device != "cpu":
-        te_product(manifest, made, arrays)
+    return made
 
 
 def te_product(manifest: dict[str, Any], made: dict[str, Any], arrays: dict[str, np.ndarray[Any, Any]]) -> None:
